@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth services adapters harnesses trackers tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster services adapters harnesses trackers tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -50,6 +50,11 @@ MINUTES := 60
 chaos: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/shoal bench chaos --minutes $(MINUTES) --json
 	$(BIN)/python -m benchmarks.chaos
+
+# A run on three Ray nodes of this machine: nodes are killed and one joins. FULL= trains three times as long.
+FULL := --quick
+cluster: $(VENV)/dev-installed
+	$(BIN)/shoal bench cluster $(FULL) --json
 
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/support/services_kill.py 300

@@ -37,7 +37,7 @@ from shoal.run.devices import Threads
 from shoal.run.prepared import Prepared
 from shoal.run.training import train
 from shoal.trainer.advantage import step_samples
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import (
     Completion,
     FinishReason,
@@ -266,9 +266,8 @@ class _Bench:
     async def _training_s(self, threads: Threads) -> float:
         """Seconds of training: a quarter of the steps, on rows of the right lengths, times four."""
         config = self._config(self._work.max_staleness, "keep", self._work.rollouts_per_step)
-        child = TrainerProcess.child(self._new_folder() / "trainer.log", threads.trainer)
-        async with child:
-            trainer = TrainerProcess(child)
+        async with local_ranks(self._new_folder() / "trainer.log", threads.trainer) as ranks:
+            trainer = TrainerProcess(ranks)
             await trainer.start(self._prepared.model_dir, config, threads.trainer)
             await trainer.step(self._rows(config, 0))
             count = max(1, self._work.steps // 4)

@@ -97,7 +97,7 @@ class Process:
         self._command = [sys.executable, "-m", "shoal.cli", "task", "serve", path, "--orchestrator", url]
         self._command += ["--name", name]
         self._folder = folder
-        self._env = {**child_environment(), "SHOAL_TASKS_TOKEN": token}
+        self._env = {**child_environment(), "SHOAL_RUN_TOKEN": token}
         self.start()
 
     def start(self) -> None:

@@ -18,9 +18,9 @@ import nats
 import zstandard
 
 from shoal import wire
+from shoal.net.identity import Identity
 from shoal.net.process import die_with_parent
 from shoal.swarm.envelope import Envelope, Kind, Signer, signed
-from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
 SYBILS = 1000

@@ -30,10 +30,10 @@ from benchmarks.clock import run_virtual
 from benchmarks.work import coin
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
+from shoal.net.identity import Identity
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
-from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import INTAKE_PER_S, Joined

@@ -21,7 +21,7 @@ from shoal.config.training import TrainConfig
 from shoal.model.packed import PackedRows
 from shoal.model.prefix_tree import prefix_tree
 from shoal.trainer.messages import Step, request_from
-from shoal.trainer.packing import micro_batches
+from shoal.trainer.packing import Packer, micro_batches, tokens_per_microbatch
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 
@@ -101,5 +101,6 @@ def bare_seconds(model: PreTrainedModel, batches: list[Bare]) -> float:
 def message_seconds(batch: list[tuple[Sample, ...]]) -> float:
     """Seconds to pack the step's request and to read it again, as main and trainer process do."""
     began_s = time.perf_counter()
-    request_from(wire.encode(Step(tuple(batch), 0)))
+    (shares,) = Packer(TrainConfig(), tokens_per_microbatch(on_gpu=False)).step(batch)
+    request_from(wire.encode(Step(shares, 0)))
     return time.perf_counter() - began_s

@@ -30,8 +30,7 @@ rollout.orchestrator:Orchestrator._start_one
           engine.pool:_generation
             engine.http_client:HttpEngine.generate
               engine.routes:EngineServer._generate @ /inference/v1/generate
-                engine.routes:_request
-                engine.routes:EngineServer._answered
+                          engine.routes:EngineServer._answered
                   engine.step_engine:StepEngine.submit
                     engine.step_engine:StepEngine._drafts
                     engine.scheduler:Scheduler.add
@@ -70,11 +69,13 @@ run.loop:TrainLoop.run
     experience.buffer:Buffer.consumed
       experience.log:insert_step
     trainer.worker:TrainerProcess.step
+      trainer.packing:Packer.step
+        trainer.packing:Packer.shares
+          trainer.packing:micro_batches
+          trainer.packing:token_weight
       trainer.worker:answer_to @ Step
-        trainer.trainer:Trainer.step
-          trainer.trainer:Trainer.minibatch
-            trainer.packing:micro_batches
-            trainer.packing:token_weight
+        trainer.trainer:Trainer.carry_out
+          trainer.trainer:Trainer._packed
             trainer.packing:micro_batch
           trainer.trainer:Trainer.accumulate
             trainer.trainer:Trainer._outputs

@@ -10,9 +10,9 @@ from experiments.sapo.node import REWRITE
 from experiments.sapo_stacked.nodes import MOST_QUESTION, Nodes, questions_tensor, text_of
 from experiments.sapo_stacked.questions import SETTINGS
 from shoal.config import RewardConfig, TaskConfig
+from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.run.serve_judge import specialty_of
-from shoal.swarm.identity import Identity
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.messages import (
     Answers,

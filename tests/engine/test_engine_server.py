@@ -18,7 +18,7 @@ from engine_server import PROMPT, Server, changed_weights, running, serving, wai
 from foreign_engine import more_drawn
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.http_server import main
-from shoal.engine.routes import MAX_BODY_BYTES
+from shoal.engine.protocol import MAX_BODY_BYTES
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
 from shoal.types import Completion, FinishReason, Sampling

@@ -3,50 +3,13 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from shoal.experience.audit import audit
-
-STEPS = 40
-
-
-def start(folder: Path, model: Path, *more: str) -> subprocess.Popen[str]:
-    """`shoal train` in the background."""
-    (folder / "data.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": f"say {letter}{n}", "answer": letter}) for letter in "abcd" for n in range(8))
-    )
-    (folder / "config.toml").write_text(
-        f'run_dir = "run"\n[[tasks]]\nname = "say"\nservice = "jsonl"\npath = "data.jsonl"\nscorer = "contains"\n'
-        f'[model]\npath = "{model}"\n[rollout]\ngroup_size = 4\nmax_tokens = 8\n'
-        f"[train]\nsteps = {STEPS}\ngroups_per_step = 2\nlr = 1e-3\n"
-        f"[eval]\nevery_steps = 0\nquestions = 2\n[checkpoint]\nevery_steps = 7\n"
-    )
-    command = [sys.executable, "-m", "shoal.cli", "train", "config.toml", *more]
-    return subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
-    """Returns once the run has logged `count` steps."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        metrics = run / "metrics.jsonl"
-        if metrics.exists() and metrics.read_text().count('"kind":"step"') >= count:
-            return
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-    raise AssertionError(f"fewer than {count} steps in 120 s")
-
-
-def events(run: Path) -> list[str]:
-    """Names of the logged events."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [record["name"] for record in records if record["kind"] == "event"]
+from train_runs import STEPS, children, events, start, wait_for_steps
 
 
 def test_a_killed_run_resumes_to_the_same_weights_without_loss_or_repetition(
@@ -71,11 +34,6 @@ def test_a_killed_run_resumes_to_the_same_weights_without_loss_or_repetition(
     assert json.loads(out.splitlines()[-1])["steps"] == STEPS
     assert "resumed" in events(tmp_path / "run")
     assert "replay_not_exact" not in events(tmp_path / "run")
-
-
-def children(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
-    """The processes of a run that run a module."""
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if module in child.cmdline()]
 
 
 @pytest.mark.parametrize("count", [1, 2])

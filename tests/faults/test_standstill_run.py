@@ -4,9 +4,8 @@ import json
 import signal
 from pathlib import Path
 
-from test_kill9_run import children, events, start, wait_for_steps
-
 from shoal.experience.audit import audit
+from train_runs import children, events, start, wait_for_steps
 
 
 def test_a_stopped_engine_is_started_again_and_the_run_loses_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -14,7 +14,7 @@ LAYERS = (
     {"net"},
     {"config", "model", "sandbox"},
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights"},
-    {"environments", "observe", "rollout", "swarm", "tinker"},
+    {"cluster", "environments", "observe", "rollout", "swarm", "tinker"},
     {"run"},
     {"cli"},
 )

@@ -13,7 +13,7 @@ import uvloop
 
 from shoal.errors import ChildDied
 from shoal.net.process import Child
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import LocalRank, TrainerProcess, local_ranks
 
 ECHO = """
 import socket, sys
@@ -86,7 +86,7 @@ def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
     async def run() -> None:
         async with Script("import signal; signal.pause()", tmp_path) as child:
             with pytest.raises(ChildDied, match=r"has not answered SaveCheckpoint for 0\.05 s; go on with --resume"):
-                await TrainerProcess(child, timeout_s=0.05).save(tmp_path)
+                await TrainerProcess([LocalRank(child)], timeout_s=0.05).save(tmp_path)
             assert (await child.died()).returncode == -signal.SIGKILL
 
     asyncio.run(run())
@@ -94,8 +94,8 @@ def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
 
 def test_who_asks_a_killed_trainer_and_who_watches_it_say_the_same_sentence(tmp_path: Path) -> None:
     async def run() -> None:
-        async with TrainerProcess.child(tmp_path / "log", 1) as child:
-            asking = asyncio.create_task(TrainerProcess(child).save(tmp_path))
+        async with local_ranks(tmp_path / "log", 1) as ranks:
+            child, asking = ranks[0].child, asyncio.create_task(TrainerProcess(ranks).save(tmp_path))
             os.kill(child.pid, signal.SIGKILL)
             watched = str(await child.died())
             with pytest.raises(ChildDied) as raised:

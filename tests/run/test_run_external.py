@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from shoal.config import parse
 from shoal.experience.buffer import Buffer
+from shoal.net.identity import Identity
 from shoal.run.loop import TrainLoop
 from shoal.run.run_dir import run_meta
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit
-from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.peer import Joined
 from shoal.trainer.packing import even_slices

@@ -17,9 +17,9 @@ from shoal import wire
 from shoal.config import parse
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
+from shoal.net.identity import Identity
 from shoal.run.training import run_training
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions

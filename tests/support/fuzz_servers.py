@@ -34,6 +34,7 @@ from shoal import wire
 from shoal.config import Config, RewardConfig, TaskConfig
 from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
+from shoal.net.identity import Identity
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
 from shoal.observe.runs import watched
@@ -46,7 +47,6 @@ from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer, Rates
-from shoal.swarm.identity import Identity
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.messages import Challenge, ChallengeRequest, Condition, opened, signed
 from shoal.swarm.judge.server import WIRE, JudgeServer

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.errors import ExchangeUnavailable
+from shoal.net.identity import Identity
 from shoal.net.listening import listening_socket
 from shoal.net.server import uvicorn_config
 from shoal.swarm.claim_verification import OwnTasks
@@ -36,7 +37,6 @@ from shoal.swarm.human.questions import (
     QuestionState,
 )
 from shoal.swarm.human.server import HumanServer, Rates
-from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage

@@ -15,8 +15,8 @@ import pytest
 from browser import Page, browser_path, chromium
 from shoal import wire
 from shoal.experience.log import FILE
+from shoal.net.identity import Identity
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.identity import Identity
 from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout

@@ -24,11 +24,11 @@ import uvicorn
 from shoal import wire
 from shoal.errors import ConfigError, EngineUnavailable, JudgeError, RequestRefused, WireError
 from shoal.net.chat import ChatChoice
+from shoal.net.identity import Identity
 from shoal.net.listening import listening_socket
 from shoal.net.server import Refused
 from shoal.run.serve_judge import NINE
 from shoal.swarm.answerers import ChatModel
-from shoal.swarm.identity import Identity
 from shoal.swarm.judge.client import audit as audit_judge
 from shoal.swarm.judge.client import fitting, statements, take
 from shoal.swarm.judge.judging import Judge, Rules

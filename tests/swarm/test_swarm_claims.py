@@ -13,11 +13,11 @@ from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.errors import TaskError
 from shoal.model.renderer_loading import load_renderer
+from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined

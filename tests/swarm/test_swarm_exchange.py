@@ -25,9 +25,9 @@ from benchmarks.clock import run_virtual
 from shoal import wire
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
+from shoal.net.identity import Identity
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm
-from shoal.swarm.identity import Identity
 from shoal.swarm.listing import listed
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout

@@ -19,6 +19,7 @@ from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig, parse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.model.renderer_loading import load_renderer
+from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.run.join_swarm import answerer_of
 from shoal.run.standstill import waits
@@ -27,7 +28,6 @@ from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.generator import Generator, GeneratorPace
-from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import RETRY_S, Joined, ban_in

@@ -15,10 +15,10 @@ from test_swarm_envelope import bomb, nested, unsigned
 from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.model.renderer_loading import load_renderer
+from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Signer
-from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout

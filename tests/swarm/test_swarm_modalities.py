@@ -16,6 +16,7 @@ from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Environment
 from shoal.model.renderer_loading import load_renderer
+from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.attachments import AttachmentReader
@@ -23,7 +24,6 @@ from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES, MemoryExchange, MemorySwarm
 from shoal.swarm.generator import Generator, GeneratorPace
-from shoal.swarm.identity import Identity
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Attached, Claim, GeneratorKind, Offer, OfferedRollout

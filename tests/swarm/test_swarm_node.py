@@ -7,9 +7,9 @@ from pathlib import Path
 
 from chat_templates import ANSWERING, renderer_of
 from shoal.config import Config, SwarmConfig, TaskConfig
+from shoal.net.identity import Identity
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.identity import Identity
 from shoal.swarm.node import MOST_TAKEN, NEED_DECAY, STATUS_PEERS, Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import Joined

@@ -17,9 +17,9 @@ from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.environments.calculator import calculator
 from shoal.environments.guess_number import guess_number
 from shoal.errors import ConfigError, WireError
+from shoal.net.identity import Identity
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
 from shoal.swarm.package_tasks import PackageTasks

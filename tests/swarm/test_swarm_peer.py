@@ -6,10 +6,10 @@ from typing import Any
 
 from shoal import wire
 from shoal.config import Config, TaskConfig
+from shoal.net.identity import Identity
 from shoal.run.join_swarm import report_connection
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined, Peer
 from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage

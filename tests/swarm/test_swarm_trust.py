@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import wire
+from shoal.net.identity import Identity
 from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Signer
-from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import BANNED_FILE, SESSION_FILE, ban_in, next_session, read_lines
 from shoal.swarm.trust import (

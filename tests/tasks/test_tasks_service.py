@@ -234,7 +234,7 @@ def serving(task: str, url: str, **environment: str) -> "subprocess.Popen[str]":
 def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to() -> None:
     with (
         TaskServer(["fast"], token="secret") as server,
-        serving("service_tasks:Fast", f"{server.url}/", SHOAL_TASKS_TOKEN="secret") as other,
+        serving("service_tasks:Fast", f"{server.url}/", SHOAL_RUN_TOKEN="secret") as other,
     ):
         service = RemoteEnvironment("fast", server)
         service.await_worker(30.0)

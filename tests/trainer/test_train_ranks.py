@@ -1,13 +1,10 @@
 """Two real processes under gloo: each trains a part of an update's rows, and together they do what one does."""
 
 import asyncio
-import os
 import random
-import signal
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -15,26 +12,15 @@ from test_train_objective import LOSSES, batch, gradient, row, trainer
 from torch import distributed, multiprocessing
 
 from shoal import wire
-from shoal.config import ModelConfig
+from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
-from shoal.net.process import Child, torch_environment
+from shoal.errors import ChildDied, TrainerError
+from shoal.net.listening import free_port
 from shoal.observe.token_files import TokensFiles
-from shoal.trainer.messages import (
-    Answer,
-    Done,
-    LoadCheckpoint,
-    Request,
-    SaveCheckpoint,
-    StartTrainer,
-    Step,
-    StepStats,
-    TrainerFailed,
-    WriteVersion,
-    answer_from,
-)
-from shoal.trainer.packing import Size, size_of
-from shoal.trainer.ranks import Ranks, join, leave, local
+from shoal.trainer.packing import Packer, Size, size_of
+from shoal.trainer.ranks import Ranks, local
 from shoal.trainer.trainer import Trainer
+from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Sample
 
 RANKS = 2
@@ -73,10 +59,11 @@ def course(ours: Trainer, folder: Path) -> list[object]:
     return stats
 
 
-def part(rank: int, model_dir: Path, out: Path) -> None:
+def part(rank: int, model_dir: Path, out: Path, master: str) -> None:
     """What one rank computes; rank 0 writes the sums."""
     torch.set_num_threads(1)
-    ranks = join(rank, RANKS, out / "meeting", "cpu")
+    ranks = Ranks(rank, RANKS)
+    ranks.meet(master, "cpu")
     rows = ROWS[:2] if rank == 0 else ROWS[2:]
     own = size_of(rows)
     size = torch.tensor([own.tokens, own.rows])
@@ -106,13 +93,13 @@ def part(rank: int, model_dir: Path, out: Path) -> None:
         resumed.step(groups(1), version=4)
         (folder / "resumed").mkdir(exist_ok=True)
         resumed.save(folder / "resumed")
-    leave()
+    distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def results(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(part, (tiny_model_dir, out), nprocs=RANKS)
+    multiprocessing.spawn(part, (tiny_model_dir, out, f"127.0.0.1:{free_port()}"), nprocs=RANKS)
     return out
 
 
@@ -154,63 +141,43 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tiny_model_dir: Path, results:
     torch.testing.assert_close(ours.tensors(), wanted, rtol=2e-3, atol=2e-4)
 
 
-def follower_of(pid: int) -> int:
-    (follower,) = psutil.Process(pid).children()
-    return follower.pid
-
-
 def gpus_of(pid: int) -> str:
     """What a process was told to see."""
     variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
     return dict(one.split("=", 1) for one in variables if one)["CUDA_VISIBLE_DEVICES"]
 
 
-def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_dir: Path, tmp_path: Path) -> None:
-    config = TrainConfig.model_validate({"lr": 1e-2, "ranks": 2})
-    request = StartTrainer(str(tiny_model_dir), ModelConfig(device="cpu").model_dump_json(), config.model_dump_json())
-    rows = tuple(map(tuple, groups(0)))
-    (scratch := tmp_path / "scratch").mkdir()
-    environment = {**torch_environment(1, ["5", "7"]), "TMPDIR": str(scratch)}
+def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    settings = {"tasks": [{"name": "chain_sum"}], "model": {"device": "cpu"}, "train": {"lr": 1e-2, "ranks": 2}}
+    config, rows = parse(settings), [tuple(group) for group in groups(0)]
+    unreadable = Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0))
 
     async def main() -> None:
-        async with Child("trainer", "shoal.trainer.worker", [], tmp_path / "log", environment) as child:
-
-            async def ask(request: Request) -> Answer:
-                return answer_from(await child.ask(wire.encode(request), 120))
-
-            assert isinstance(await ask(request), Done)
-            assert any(scratch.iterdir())  # where the ranks meet
-            assert [gpus_of(pid) for pid in (child.pid, follower_of(child.pid))] == ["5", "7"]
-            assert isinstance(await ask(SaveCheckpoint(str(tmp_path))), Done)
+        async with local_ranks(tmp_path / "log", 2, 2, ["5", "7"]) as ranks:
+            trainer = TrainerProcess(ranks)
+            await trainer.start(tiny_model_dir, config, 2)
+            assert [gpus_of(rank.child.pid) for rank in ranks] == ["5", "7"]
+            await trainer.save(tmp_path)
             wish = TokensFiles(tmp_path, 1).wanted(1, [f"g{index}" for index in range(len(rows))])
-            first = await ask(Step(rows, tokens_file=wish))
-            assert isinstance(first, Done)
+            first = await trainer.step(rows, tokens_file=wish)
             # Each rank wrote the numbers of its own rows, and together they are all with an advantage.
             written = [load_file(tmp_path / "tokens" / f"000001{rank}.safetensors") for rank in ("", ".1")]
             every_row = [one for group in rows for one in group]
             computed = [index for index, one in enumerate(every_row) if any(one.advantages)]
             assert sorted(index for one in written for index in one["row_R"].tolist()) == computed
-            assert isinstance(first.value, StepStats)
-            refused = await ask(Step((((Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0))),),)))
-            assert isinstance(refused, TrainerFailed)
-            assert "expected ids in" in refused.reason
-            unwritten = await ask(SaveCheckpoint(str(tmp_path / "nowhere")))
-            assert isinstance(unwritten, TrainerFailed)
-            assert "cannot be written" in unwritten.reason
-            assert isinstance(await ask(LoadCheckpoint(str(tmp_path))), Done)
-            again = await ask(Step(rows))
-            assert isinstance(again, Done)
-            assert isinstance(again.value, StepStats)
-            assert replace(again.value, seconds=0.0) == replace(first.value, seconds=0.0)
-            assert isinstance(await ask(WriteVersion(str(tmp_path / "published.safetensors"))), Done)
-
-            os.kill(follower_of(child.pid), signal.SIGKILL)
-            lost = await ask(Step(rows))
-            assert isinstance(lost, TrainerFailed)
-            assert "rank 1 of the trainer" in lost.reason
-            child._writer.close()
-            assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
-        assert not any(scratch.iterdir())
+            with pytest.raises(TrainerError, match="expected ids in"):  # one rank has it, and the other agrees
+                await trainer.step([(unreadable,)])
+            with pytest.raises(TrainerError, match="cannot be written"):
+                await trainer.save(tmp_path / "nowhere")
+            await trainer.load(tmp_path)
+            again = await trainer.step(rows)
+            assert replace(again, seconds=0.0) == replace(first, seconds=0.0)
+            await trainer.write_version(tmp_path / "published.safetensors")
+            ranks[1].child.kill()
+            with pytest.raises(ChildDied, match="the trainer rank 1 process ended with signal 9"):
+                await trainer.step(rows)
 
     asyncio.run(main())
     ours = Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig(lr=1e-2))
@@ -218,3 +185,44 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
     torch.testing.assert_close(
         load_file(tmp_path / "published.safetensors"), dict(ours.tensors()), rtol=2e-3, atol=2e-4
     )
+
+
+def replica(rank: int, model_dir: Path, out: Path, master: str) -> None:
+    """One of four ranks on two hosts, which have a copy of the weights each; rank 0 writes what came of it."""
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, 4, per_host=2)
+    ranks.meet(master, "cpu")
+    stats = course(sharded(model_dir, "several updates", ranks), out)
+    if rank == 0:
+        (out / "stats").write_bytes(wire.encode(stats))
+    distributed.destroy_process_group()
+
+
+def test_copies_on_two_hosts_that_shard_their_weights_train_what_one_rank_does(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "four"
+    out.mkdir()
+    multiprocessing.spawn(replica, (tiny_model_dir, out, f"127.0.0.1:{free_port()}"), nprocs=4)
+    wanted = course(sharded(tiny_model_dir, "several updates", Ranks()), tmp_path / "one")
+    found = wire.decode((out / "stats").read_bytes(), list[dict[str, object]], 1 << 20)
+    for ours, theirs in zip(found, wanted, strict=True):
+        for field in ("loss", "grad_norm", "update_norm"):
+            assert ours[field] == pytest.approx(getattr(theirs, field), rel=2e-3), field
+    for path in sorted((tmp_path / "one").rglob("*.safetensors")):
+        one, four = load_file(path), load_file(out / path.relative_to(tmp_path / "one"))
+        torch.testing.assert_close(four, one, rtol=2e-3, atol=2e-4)
+
+
+def test_a_rank_gets_its_own_rows_only_and_every_row_is_one_ranks() -> None:
+    rows = [list(group) for group in groups(0)]
+    packer = Packer(TrainConfig(), tokens_per_microbatch=16, ranks=3)
+    shares = packer.step(rows)
+    computed = [
+        [row for share in parts for batch in share.batches if not batch.idle for row in batch.rows] for parts in shares
+    ]
+    assert len(shares) == 3
+    assert sorted(row.tokens for part in computed for row in part) == sorted(
+        row.tokens for group in rows for row in group if any(row.advantages)
+    )
+    assert len({(share.tokens, share.skipped_tokens, share.informative) for parts in shares for share in parts}) == 1

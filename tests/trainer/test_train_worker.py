@@ -22,7 +22,8 @@ from shoal.trainer.messages import (
     answer_from,
     request_from,
 )
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.packing import Packer
+from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Sample
 
 ROW = Sample((1, 2, 3), (0, 1, 1), (0.0, -4.0, -5.0), (-1, 0, 0), (0.0, 1.0, 1.0))
@@ -40,9 +41,10 @@ CONFIG = parse(
 
 def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     async def main() -> None:
-        async with TrainerProcess.child(tmp_path / "log", threads=1) as child:
+        async with local_ranks(tmp_path / "log", 1) as ranks:
+            child = ranks[0].child
             assert psutil.Process(child.pid).environ()["OMP_WAIT_POLICY"] == "passive"
-            trainer = TrainerProcess(child, timeout_s=120)
+            trainer = TrainerProcess(ranks, timeout_s=120)
             with pytest.raises(TrainerError, match="refused Step: expected Start"):
                 await trainer.step([(ROW,)])
             with pytest.raises(TrainerError, match=r"refused StartTrainer: .*nowhere"):
@@ -82,7 +84,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
     "message",
     [
         StartTrainer("m", "{}", "{}"),
-        Step(((ROW, ROW), ())),
+        Step(Packer(CONFIG.train, 1024, 16).step(((ROW, ROW), ()))[0]),
         ComputeLogprobs(((1, 2), (3,))),
         WriteVersion("a"),
         SaveCheckpoint("b"),

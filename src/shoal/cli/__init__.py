@@ -23,15 +23,15 @@ from shoal.cli.serving import serve
 from shoal.errors import ShoalError
 
 app = typer.Typer(name="shoal", no_args_is_help=True, pretty_exceptions_enable=False)
-for _commands in (swarm_commands.app, services.rewards, judge_commands.app, services.tasks):
+for _commands in (swarm_commands.app, judge_commands.app, *services.groups):
     app.add_typer(_commands)
 app.command("runs")(run_commands.list_runs)
 app.command()(run_commands.init)
 app.command()(run_commands.chat)
 
 BENCHES = (
-    *("async", "chaos", "cli", "engine", "gateway", "hostile", "orchestrator", "packing", "real", "rewards", "swarm"),
-    *("tinker", "trainer", "trl", "view"),
+    *("async", "chaos", "cli", "cluster", "engine", "gateway", "hostile", "orchestrator", "packing", "push", "real"),
+    *("rewards", "swarm", "tinker", "trainer", "trl", "view"),
 )
 """Names of `benchmarks.MODULES`, which an installed package does not have."""
 

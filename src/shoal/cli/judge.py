@@ -65,8 +65,8 @@ def take(
 ) -> None:
     """Have a model judged once: get a challenge, answer it, print the verdict."""
     from shoal.config.urls import checked_url
+    from shoal.net.identity import Identity
     from shoal.swarm.answerers import ChatModel
-    from shoal.swarm.identity import Identity
     from shoal.swarm.judge.client import take as take_challenge
     from shoal.swarm.judge.messages import Condition
 

@@ -1,12 +1,15 @@
 """Every command answers alike: lines for people, one JSON object for programs, one sentence for errors."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import sys
+from collections.abc import Coroutine
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -63,6 +66,20 @@ def fail(sentence: str, code: int) -> NoReturn:
     """Ends the process with a sentence on standard error."""
     print("shoal:", "\n".join(printable(line) for line in sentence.split("\n")), file=sys.stderr)
     raise SystemExit(code)
+
+
+def until_stopped(serving: Coroutine[Any, Any, None]) -> None:
+    """Runs a coroutine until it ends, or until SIGTERM or Ctrl-C."""
+    import asyncio
+
+    async def serve() -> None:
+        task = asyncio.ensure_future(serving)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        await task
+
+    with contextlib.suppress(asyncio.CancelledError):
+        asyncio.run(serve())
 
 
 def from_checkout(command: str) -> None:

@@ -1,18 +1,69 @@
-"""`shoal rewards serve` and `shoal task serve` work for runs from processes, or machines, of their own."""
+"""`shoal engine join`, `rewards serve` and `task serve` work for runs from processes, or machines, of their own."""
 
-import asyncio
-import contextlib
 import dataclasses
 import os
-import signal
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shoal.cli.output import until_stopped
+
+engines = typer.Typer(name="engine", help="Bring engines to runs of other hosts.", no_args_is_help=True)
+trainers = typer.Typer(name="trainer", help="Bring ranks to runs of other hosts.", no_args_is_help=True)
 rewards = typer.Typer(name="rewards", help="Score answers for runs on other machines.", no_args_is_help=True)
 tasks = typer.Typer(name="task", help="Serve tasks to a run from processes of their own.", no_args_is_help=True)
+TEMPLATES = Path(__file__).parents[1] / "cluster" / "templates"
+clusters = typer.Typer(name="cluster", help="Bring runs to clusters.", no_args_is_help=True)
+groups = (engines, trainers, rewards, tasks, clusters)
+
+
+@engines.command("join")
+def join_engine(
+    run_url: Annotated[str, typer.Argument(metavar="RUN_URL", help="As the run says it: http://HOST:PORT.")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- COMMAND]", help="As in: -- vllm serve {model} --port {port}."),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where models and Versions are kept on this host.")] = Path(
+        "shoal-engine"
+    ),
+    host: Annotated[str, typer.Option(help="Address to listen at; the one that reaches the run when unset.")] = "",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 0,
+    device: Annotated[str, typer.Option(help="cpu or cuda; the run's setting when unset.")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="Cores that compute; all when 0.")] = 0,
+) -> None:
+    """Answer for a run, with Shoal's own engine or with a command's, until stopped. SHOAL_RUN_TOKEN is the run's token.
+
+    Weights are pulled from the run to this host's disk. The run goes on when the engine leaves.
+    """
+    from shoal.cluster.engine_role import EngineHost
+    from shoal.net.client import TOKEN_VARIABLE
+
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    role = EngineHost(run_url.rstrip("/"), token, folder.absolute(), command or (), host, port, device, threads)
+    until_stopped(role.run(partial(print, flush=True)))
+
+
+@trainers.command("join")
+def join_trainer(
+    run_url: Annotated[str, typer.Argument(metavar="RUN_URL", help="As the run says it: http://HOST:PORT.")],
+    folder: Annotated[Path, typer.Option(help="Where the model is kept on this host.")] = Path("shoal-trainer"),
+    host: Annotated[str, typer.Option(help="Address for other ranks; the one that reaches the run when unset.")] = "",
+    threads: Annotated[int, typer.Option(min=0, help="Cores that compute; all when 0.")] = 0,
+) -> None:
+    """Train for a run as one of its ranks, until stopped. SHOAL_RUN_TOKEN is the run's token.
+
+    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a launcher number the ranks, and LOCAL_RANK the GPU; without them
+    the run does.
+    """
+    from shoal.cluster.rank_role import RankHost
+    from shoal.net.client import TOKEN_VARIABLE
+
+    token, gpu = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get("LOCAL_RANK", "")
+    role = RankHost(run_url.rstrip("/"), token, folder.absolute(), host, threads, gpu)
+    until_stopped(role.run(partial(print, flush=True)))
 
 
 @rewards.command("serve")
@@ -24,21 +75,31 @@ def serve_rewards(
     log: Annotated[Path, typer.Option(help="File for the output of worker processes that cannot start.")] = Path(
         os.devnull
     ),
+    run: Annotated[str, typer.Option(metavar="RUN_URL", help="A run to join, which then needs no reward.urls.")] = "",
 ) -> None:
-    """Score over HTTP; runs use it with reward.urls. SHOAL_REWARDS_TOKEN, where set, is required of every client."""
+    """Score over HTTP; runs use it with reward.urls. SHOAL_REWARDS_TOKEN, where set, is required of every client.
+
+    With --run it registers with a run instead, whose token is SHOAL_RUN_TOKEN, until stopped.
+    """
     import uvloop
 
+    from shoal.cluster.rewards_role import RewardsHost
     from shoal.config import RewardConfig
     from shoal.errors import ConfigError
+    from shoal.net.client import TOKEN_VARIABLE as RUN_TOKEN
     from shoal.net.listening import is_loopback
     from shoal.net.process import cores
     from shoal.reward.service import TOKEN_VARIABLE
     from shoal.run.serve_rewards import serve_rewards as serve
 
     token = os.environ.get(TOKEN_VARIABLE, "")
+    config = RewardConfig(workers=workers or cores(), timeout_s=timeout_s)
+    if run:
+        role = RewardsHost(run.rstrip("/"), os.environ.get(RUN_TOKEN, ""), config, log)
+        until_stopped(role.run(partial(print, flush=True)))
+        return
     if not is_loopback(host) and not token:
         raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token that they must have")
-    config = RewardConfig(workers=workers or cores(), timeout_s=timeout_s)
     uvloop.run(serve(config, host=host, port=port, token=token, announce=partial(print, flush=True), log=log))
 
 
@@ -49,21 +110,27 @@ def serve_task(
     name: Annotated[str | None, typer.Option(help="As the run calls it; the task's own name when unset.")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Rollouts at once; the task's own when unset.")] = None,
 ) -> None:
-    """Draw, roll out and score a task for a run, until stopped. SHOAL_TASKS_TOKEN is the run's token, if any."""
-    from shoal.tasks.remote_protocol import TOKEN_VARIABLE
+    """Draw, roll out and score a task for a run, until stopped. SHOAL_RUN_TOKEN is the run's token, if any."""
+    from shoal.net.client import TOKEN_VARIABLE
     from shoal.tasks.remote_worker import RemoteWorker
     from shoal.tasks.sdk import definition_at
 
     served = definition_at(task)
     served = dataclasses.replace(served, name=name or served.name, max_running=max_running or served.max_running)
 
-    async def serving() -> None:
-        this = asyncio.current_task()
-        assert this is not None
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, this.cancel)
-        joined = partial(print, f"{served.name} {served.version} serves {orchestrator}", flush=True)
-        waits = partial(print, f"{served.name} waits for a run at {orchestrator}", flush=True)
-        await RemoteWorker(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined, waits)
+    joined = partial(print, f"{served.name} {served.version} serves {orchestrator}", flush=True)
+    waits = partial(print, f"{served.name} waits for a run at {orchestrator}", flush=True)
+    until_stopped(RemoteWorker(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined, waits))
 
-    with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(serving())
+
+@clusters.command("template")
+def print_template(
+    kind: Annotated[str, typer.Argument(help="slurm, kuberay, kubernetes or skypilot.")],
+) -> None:
+    """Print the file that starts a run on a cluster: with Ray, or as plain Kubernetes objects."""
+    from shoal.errors import ConfigError
+
+    known = {path.stem: path for path in sorted(TEMPLATES.iterdir())}
+    if kind not in known:
+        raise ConfigError(f"template: expected one of {', '.join(known)}, got {kind!r}")
+    print(known[kind].read_text(), end="")

@@ -183,7 +183,7 @@ def pack(
     ),
 ) -> None:
     """Pack a task into a signed file; prints the NAME@DIGEST by which nodes accept it (swarm.packages)."""
-    from shoal.swarm.identity import Identity
+    from shoal.net.identity import Identity
     from shoal.swarm.task_package import package_of, sealed
     from shoal.tasks.sdk import definition_at
 

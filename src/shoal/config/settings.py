@@ -10,6 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
+from shoal.config.cluster import ClusterConfig
 from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.section import MOST, Section
 from shoal.config.training import DPOLoss, PositiveOnlyLoss, TrainConfig
@@ -92,7 +93,9 @@ class EngineConfig(Section):
     """Where answers come from."""
 
     urls: list[str] = Field([], description="Running engines (Shoal, vLLM, SGLang); none starts local ones.")
-    count: int = Field(1, ge=1, le=1024, description="Local engine processes, which share the engine's cores.")
+    count: int = Field(
+        1, ge=0, le=1024, description="Local engine processes, which share the engine's cores; with 0 all join the run."
+    )
     gpus: list[Annotated[int, Field(ge=0)]] | Literal["shared"] = Field(
         [], description="Numbers of the engines' GPUs, one each; those after the trainer's when empty, or shared."
     )
@@ -116,7 +119,9 @@ class AsyncConfig(Section):
 class RewardConfig(Section):
     """Where answers are scored."""
 
-    workers: int = Field(1, ge=1, le=1024, description="Processes that score, and sandboxes at once.")
+    workers: int = Field(
+        1, ge=0, le=1024, description="Processes that score, and sandboxes at once; with 0 scorers join the run."
+    )
     timeout_s: float = Field(
         5.0, gt=0, le=86400, description="Processor time of one score; an answer that takes more is wrong."
     )
@@ -138,6 +143,8 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays later steps.")
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
+    backup: str = Field("", description="Folder on another disk to which log and checkpoints are copied; empty is off.")
+    backup_s: float = Field(60.0, gt=0, description="Seconds between two copies: what may be lost with the host.")
 
 
 class LogConfig(Section):
@@ -245,6 +252,7 @@ class Config(Section):
     log: LogConfig = Field(LogConfig())
     metrics: MetricsConfig = Field(MetricsConfig())
     swarm: SwarmConfig = Field(SwarmConfig())
+    cluster: ClusterConfig = Field(ClusterConfig())
     stages: list[StageConfig] = Field([], description="Stages, in order; a run without any is one of kind rl.")
 
     def stage(self, index: int) -> "Config":
@@ -257,7 +265,10 @@ class Config(Section):
 
     @property
     def services_at(self) -> tuple[str, int] | None:
-        """Host and port where task services of other processes register; None when there are none."""
+        """Host and port where roles and task services of other processes register; None when there are none."""
+        if self.cluster.listen:
+            host, _, port = self.cluster.listen.rpartition(":")
+            return host.strip("[]"), int(port)
         for task in self.tasks:
             if task.service == "remote":
                 host, _, port = (task.path or DEFAULT_ADDRESS).rpartition(":")
@@ -267,7 +278,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> "Config":
         if complaint := next(
-            chain(_in_stages(self), _in_training(self), _in_advantages(self), _in_tasks(self.tasks)), None
+            chain(_in_stages(self), _in_training(self), _in_advantages(self), _in_tasks(self.tasks), _in_roles(self)),
+            None,
         ):
             raise ValueError(complaint)
         for url in self.engine.urls:
@@ -294,6 +306,17 @@ def _in_stages(config: Config) -> Iterator[str]:
             stage.kind == "sft" and not isinstance(loss, PositiveOnlyLoss)
         ):
             yield f"stages.{index}.train.loss: expected the loss of kind {stage.kind!r}, got {loss.name!r}"
+
+
+def _in_roles(config: Config) -> Iterator[str]:
+    """Complaints about parts of a run that nobody would be."""
+    yield from config.cluster.complaints(config.train, config.reward.workers)
+    for name, count, urls in (
+        ("engine.count", config.engine.count, config.engine.urls),
+        ("reward.workers", config.reward.workers, config.reward.urls),
+    ):
+        if not count and not urls and not config.cluster.listen:
+            yield f"{name}: expected at least 1 without cluster.listen, where others could join, got 0"
 
 
 def _in_training(config: Config) -> Iterator[str]:

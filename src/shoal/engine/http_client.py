@@ -111,6 +111,14 @@ class HttpEngine:
         await self._client.post("/abort_requests", {})
 
 
+class PullingEngine(HttpEngine):
+    """Engine of another host, which pulls each Version from the run."""
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        """Returns once the engine serves the Version; the path is the run's own, and is not sent."""
+        await self._client.post("/update_weights", protocol.UpdateWeightsRequest(version))
+
+
 def _absolute(path: Path) -> str:
     return str(path.absolute())
 

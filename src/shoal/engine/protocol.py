@@ -5,11 +5,17 @@ Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/stream`, 
 """
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, Literal
 
 import msgspec
 
+from shoal.errors import RequestRefused
 from shoal.interfaces import LogitRules
+from shoal.types import Sampling
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+CLIENT_GONE = 499  # the status of a client that has disconnected; no one reads it
 
 
 class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
@@ -103,10 +109,13 @@ class ScoreResponse(msgspec.Struct, omit_defaults=True):
 
 
 class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Body of `POST /update_weights`. `path` is a safetensors file or its directory, on the engine's machine."""
+    """Body of `POST /update_weights`. `path` is a safetensors file or its directory, on the engine's machine.
+
+    An engine that pulls its Versions takes no path.
+    """
 
     version: Annotated[int, msgspec.Meta(le=2**63 - 1)]  # metrics and most readers of JSON hold no larger number
-    path: str
+    path: str = ""
     checksum: str | None = None
 
 
@@ -123,3 +132,25 @@ class PausedState(msgspec.Struct):
     """Answer of `GET /is_paused`."""
 
     is_paused: bool
+
+
+def sampling_of(params: SamplingParams) -> Sampling:
+    """Sampling of a request. Raises `RequestRefused` for values out of range."""
+    top_k, stops = 0 if params.top_k == -1 else params.top_k, tuple(params.stop_token_ids or ())
+    try:
+        return Sampling(params.max_tokens, params.temperature, params.top_p, top_k, params.min_p, stops, params.seed)
+    except ValueError as error:
+        raise RequestRefused(f"sampling_params.{error}") from error
+
+
+def choice_of(
+    index: int, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], finish_reason: str
+) -> GeneratedChoice:
+    """Choice of a completion, with a span for each run of tokens of one Version."""
+    spans: list[VersionSpan] = []
+    for version, run in groupby(versions):
+        start = spans[-1].end if spans else 0
+        spans.append(VersionSpan(version, start, start + len(list(run))))
+    rows = zip(token_ids, logprobs, strict=True)
+    sampled = Logprobs([TokenLogprob(token, logprob, f"token_id:{token}") for token, logprob in rows])
+    return GeneratedChoice(index, list(token_ids), finish_reason, sampled, spans)

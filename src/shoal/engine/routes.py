@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -33,7 +32,7 @@ from shoal.engine.token_stream import TokenStream, pass_on
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
 from shoal.net.server import HANDLERS, body, decoded, disconnected, exposition, guarded, json, refusal
-from shoal.types import FinishReason, Sampling
+from shoal.types import FinishReason
 
 T = TypeVar("T")
 
@@ -113,8 +112,6 @@ async def result(future: "Future[T]") -> T:
     return await asyncio.shield(asyncio.wrap_future(future))
 
 
-MAX_BODY_BYTES = 8 * 1024 * 1024
-CLIENT_GONE = 499  # the status of a client that has disconnected; no one reads it
 HUNG_S = 600.0  # a step of a large model on few cores takes a minute, and the first one on a GPU as long
 
 
@@ -209,7 +206,7 @@ class EngineServer:
         self._engine.check(request)
         await self._answered(http, request)
         if not request.finished:
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=protocol.CLIENT_GONE)
         return json(protocol.GenerateResponse([_choice(draft) for draft in request.drafts], request.name))
 
     async def _stream(self, http: HttpRequest) -> Response:
@@ -269,7 +266,7 @@ class EngineServer:
         await self._answered(http, request)
         draft = request.drafts[0] if request.drafts else None
         if draft is None or not request.finished:
-            return Response(status_code=CLIENT_GONE)
+            return Response(status_code=protocol.CLIENT_GONE)
         if draft.finish_reason is FinishReason.ABORT:
             raise EngineUnavailable("scoring was aborted")
         return json(protocol.ScoreResponse(draft.scores, draft.ranked))
@@ -330,7 +327,7 @@ class EngineServer:
         return json(await self._call(self._engine.info))
 
     async def _body(self, http: HttpRequest, kind: type[T]) -> T:
-        return decoded(await body(http, MAX_BODY_BYTES), kind)
+        return decoded(await body(http, protocol.MAX_BODY_BYTES), kind)
 
     async def _counted_refusal(self, _: HttpRequest, error: Exception) -> Response:
         self._refused += 1
@@ -345,29 +342,11 @@ def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argume
 
 def _request(body: protocol.GenerateRequest) -> Request:
     """Engine request of a body. Raises `RequestRefused` for values out of range."""
-    params = body.sampling_params
-    top_k, stops = 0 if params.top_k == -1 else params.top_k, tuple(params.stop_token_ids or ())
-    try:
-        sampling = Sampling(
-            params.max_tokens, params.temperature, params.top_p, top_k, params.min_p, stops, params.seed
-        )
-    except ValueError as error:
-        raise RequestRefused(f"sampling_params.{error}") from error
+    params, sampling = body.sampling_params, protocol.sampling_of(body.sampling_params)
     return Request(body.token_ids, sampling, n=params.n, priority=body.priority, name=body.request_id)
 
 
 def _choice(draft: Draft) -> protocol.GeneratedChoice:
     """Response choice of a finished completion."""
     assert draft.finish_reason is not None
-    rows = zip(draft.sampled, draft.logprobs, strict=True)
-    spans: list[protocol.VersionSpan] = []
-    for version, run in groupby(draft.versions):
-        start = spans[-1].end if spans else 0
-        spans.append(protocol.VersionSpan(version, start, start + len(list(run))))
-    return protocol.GeneratedChoice(
-        index=draft.index,
-        token_ids=draft.sampled,
-        finish_reason=draft.finish_reason,
-        logprobs=protocol.Logprobs([protocol.TokenLogprob(token, logp, f"token_id:{token}") for token, logp in rows]),
-        weight_versions=spans,
-    )
+    return protocol.choice_of(draft.index, draft.sampled, draft.logprobs, draft.versions, draft.finish_reason)

@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import uvicorn
-
 from shoal.gateway.registry import SessionBounds
 from shoal.gateway.server import Gateway
 from shoal.gateway.sessions import AnswerRequest, OpenRequest, SamplingRequest, Session, SessionLimits
@@ -17,9 +15,9 @@ from shoal.gateway.token_tree import Conversation, TokenTree
 from shoal.interfaces import Engine
 from shoal.model.chat_template import ChatRenderer
 from shoal.net.chat import TIMEOUT_S
-from shoal.net.listening import listening_socket, url_of
+from shoal.net.listening import TLSFiles, is_loopback, listening_socket, tls_files, url_of
 from shoal.net.openai_client import close_clients, session_client
-from shoal.net.server import uvicorn_config
+from shoal.net.server import QuietServer, uvicorn_config
 from shoal.types import Message, Sampling
 
 if TYPE_CHECKING:
@@ -86,11 +84,12 @@ class Host:
         bounds = SessionBounds(idle_s=24 * 3600.0)
         key = secrets.token_urlsafe(24)
         gateway = Gateway(engine, renderer, max_model_len=max_model_len, admin_key=key, host=at, bounds=bounds)
+        tls: TLSFiles = {} if is_loopback(at) else tls_files()
         with listening_socket(at, 0) as listening:
-            server = _Server(uvicorn_config(gateway.app, grace_s=STOP_GRACE_S))
+            server = QuietServer(uvicorn_config(gateway.app, grace_s=STOP_GRACE_S, tls=tls))
             serving = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
             try:
-                yield cls(gateway, url_of(listening))
+                yield cls(gateway, url_of(listening, tls))
             finally:
                 await close_clients()
                 server.should_exit = True
@@ -102,12 +101,3 @@ class Host:
         session = self.gateway.sessions.open(OpenRequest(sampling, limits), priority)
         root = f"{self.url}/s/{session.token}"
         return HostedSession(session, self.gateway, f"{root}/v1", root, session.token)
-
-
-class _Server(uvicorn.Server):
-    """A server that leaves signals to its run."""
-
-    @contextlib.contextmanager
-    def capture_signals(self):  # type: ignore[no-untyped-def]
-        """Does nothing."""
-        yield

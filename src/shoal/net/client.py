@@ -21,6 +21,10 @@ LONGEST_PAUSE_S = 30.0
 LONGEST_WORDS = 400
 RETRY_HEADER = "x-stainless-retry-count"
 """Header of OpenAI's retries: a session returns the answer that it has when only the reply was lost."""
+LEASE_S = 5.0
+"""Seconds of silence after which a run and its role close their connection: both answer pings."""
+TOKEN_VARIABLE = "SHOAL_RUN_TOKEN"
+"""Name of the environment variable with the run's token, read by the run and by its roles."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """Errors that decoding foreign JSON raises: another shape, no UTF-8, deep nesting."""
 

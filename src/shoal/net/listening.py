@@ -2,9 +2,42 @@
 
 import errno
 import ipaddress
+import os
 import socket
+import ssl
+from typing import TypedDict
+from urllib.parse import urlsplit
+
+import psutil
 
 from shoal.errors import ConfigError
+
+CERTIFICATE_VARIABLE, KEY_VARIABLE = "SHOAL_TLS_CERT", "SHOAL_TLS_KEY"
+"""Names of the environment variables with the PEM files of this host's certificate and its key."""
+
+
+class TLSFiles(TypedDict, total=False):
+    """Files of a certificate and its key as uvicorn takes them; empty serves without TLS."""
+
+    ssl_certfile: str
+    ssl_keyfile: str
+
+
+def tls_files() -> TLSFiles:
+    """Certificate pair of this host for the routes of a run and its roles. Raises `ConfigError` for an unusable one.
+
+    Clients trust the authorities of the system and those of SSL_CERT_FILE, and compare names.
+    """
+    certificate, key = (os.environ.get(name, "") for name in (CERTIFICATE_VARIABLE, KEY_VARIABLE))
+    if not certificate and not key:
+        return {}
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+    except OSError as error:  # ssl's own errors are of this kind
+        files = f"{certificate or 'none'} and {key or 'none'}"
+        why = f"{CERTIFICATE_VARIABLE}, {KEY_VARIABLE}: expected the files of a certificate and its key, got {files}"
+        raise ConfigError(f"{why}: {error.strerror or error}") from error
+    return {"ssl_certfile": certificate, "ssl_keyfile": key}
 
 
 def is_loopback(host: str) -> bool:
@@ -33,7 +66,37 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
-def url_of(listening: socket.socket) -> str:
+def url_of(listening: socket.socket, tls: TLSFiles | None = None) -> str:
     """URL at which clients reach a listening socket."""
     host, port = listening.getsockname()[:2]
-    return f"http://[{host}]:{port}" if listening.family is socket.AF_INET6 else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if listening.family is socket.AF_INET6 else f"{scheme}://{host}:{port}"
+
+
+def own_address(url: str) -> str:
+    """Address of this machine on its way to a URL. Raises `ConfigError`."""
+    parts = urlsplit(url)
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            parts.hostname or "", parts.port or 80, type=socket.SOCK_DGRAM
+        )[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # of a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"expected a URL that can be reached, got {url!r}: {error}") from None
+
+
+def interface_towards(url: str) -> str:
+    """Name of this machine's network interface on its way to a URL. Raises `ConfigError`."""
+    own = own_address(url)
+    for name, addresses in psutil.net_if_addrs().items():
+        if own in (one.address for one in addresses):
+            return str(name)
+    raise ConfigError(f"no network interface of this machine has the address {own}, which leads to {url}")
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port of this machine that nobody listens at now."""
+    with socket.create_server((host, 0)) as listening:
+        return int(listening.getsockname()[1])

@@ -24,7 +24,6 @@ from shoal.errors import ChildDied
 
 PR_SET_PDEATHSIG = 1
 PARENT = "SHOAL_PARENT_PID"
-RANK_GPUS = "SHOAL_RANK_GPUS"
 FRAME_HEADER = struct.Struct(">IQ")
 """Size of the frame, and the number of the request that it asks or answers; 0 before the first request."""
 MAX_FRAME_BYTES = 1 << 30
@@ -68,9 +67,7 @@ def collect_rarely() -> None:
 
 
 def torch_environment(threads: int, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """Environment of a process that computes with torch on `threads` cores, and on the first of `gpus` if given.
-
-    The other GPUs are for the ranks that the process starts itself: `rank_environment`.
+    """Environment of a process that computes with torch on `threads` cores, and on `gpus` if given.
 
     Idle OpenMP threads sleep instead of spinning, because spinning collapses when processes share cores. glibc keeps
     freed memory instead of returning it to the kernel, which would clear it again for the next tensor. Blocks as large
@@ -88,14 +85,8 @@ def torch_environment(threads: int, gpus: Sequence[str] = ()) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        **({"CUDA_VISIBLE_DEVICES": gpus[0], RANK_GPUS: ",".join(gpus)} if gpus else {}),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
     }
-
-
-def rank_environment(rank: int) -> dict[str, str]:
-    """Environment of another rank of this process: a copy, with a GPU of its own if ranks have GPUs."""
-    gpus = os.environ.get(RANK_GPUS, "")
-    return {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus.split(",")[rank]} if gpus else {})}
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,3 +315,11 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
             return None
         received += count
     return bytes(data)
+
+
+def cpu_ticks(pid: int) -> int:
+    """Processor time of a process in ticks; 0 where the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+    return 0

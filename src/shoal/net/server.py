@@ -6,6 +6,7 @@ headers and idleness. The errors of `shoal.errors` name their own HTTP status.
 """
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import os
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from shoal.errors import ShoalError
-from shoal.net.listening import listening_socket, url_of
+from shoal.net.listening import TLSFiles, listening_socket, url_of
 
 JSON = "application/json"
 HOSTS_VARIABLE = "SHOAL_HOSTS"
@@ -214,6 +215,7 @@ def uvicorn_config(
     per_address: int | None = None,
     headers_timeout_s: float = HEADERS_TIMEOUT_S,
     silence_s: float = 0.0,
+    tls: TLSFiles | None = None,
 ) -> uvicorn.Config:
     """Configuration that serves `app` with bounded connections, headers and idleness, and believes no proxy.
 
@@ -234,6 +236,7 @@ def uvicorn_config(
         timeout_graceful_shutdown=grace_s,
         proxy_headers=PROXIES_VARIABLE in os.environ,  # uvicorn reads it
         server_header=False,
+        **(tls or {}),
     )
 
 
@@ -244,6 +247,15 @@ async def serve_app(
     with listening_socket(host, port) as listening:
         announce(url_of(listening))
         await uvicorn.Server(uvicorn_config(app, per_address=per_address)).serve([listening])
+
+
+class QuietServer(uvicorn.Server):
+    """Server that leaves signals to the process that it is a part of."""
+
+    @contextlib.contextmanager
+    def capture_signals(self):  # type: ignore[no-untyped-def]
+        """Does nothing."""
+        yield
 
 
 def _descriptors() -> int:

@@ -48,12 +48,27 @@ class RemoteScorer:
     """Asks the server with the least load, and another server when that one cannot score now."""
 
     def __init__(self, urls: Sequence[str], token: str = "") -> None:
+        self._servers: dict[str, _Server] = {}
+        self._some = asyncio.Event()
+        for url in urls:
+            self.add(url, url, token)
+
+    def add(self, name: str, url: str, token: str) -> None:
+        """Asks one more server."""
         # another server is asked instead of the same one again
-        self._servers = [_Server(Client(url, token=token, timeout_s=TIMEOUT_S, retry=ONCE)) for url in urls]
+        self._servers[name] = _Server(Client(url, token=token, timeout_s=TIMEOUT_S, retry=ONCE))
+        self._some.set()
+
+    async def remove(self, name: str) -> None:
+        """Asks a server no more; its requests under way are asked elsewhere."""
+        server = self._servers.pop(name)
+        if not self._servers:
+            self._some.clear()
+        await server.client.aclose()
 
     async def aclose(self) -> None:
         """Closes the connections."""
-        for server in self._servers:
+        for server in self._servers.values():
             await server.client.aclose()
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
@@ -61,7 +76,13 @@ class RemoteScorer:
         request = ScoreRequest(spec, list(answers), task.answer, task.info, task.receipt)
         why = ""
         for attempt in range(RETRIES + 1):
-            server = min(self._servers, key=lambda one: (self._rests(one), one.running, one.rests_until_s))
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    await self._some.wait()
+            except TimeoutError:
+                why = f"no scorer has joined the run for {TIMEOUT_S:g} s"
+                break
+            server = min(self._servers.values(), key=lambda one: (self._rests(one), one.running, one.rests_until_s))
             server.running += 1
             try:
                 rewards = (await server.client.ask("POST", "/score", ScoreReply, request)).rewards
@@ -76,7 +97,7 @@ class RemoteScorer:
             finally:
                 server.running -= 1
             server.rests_until_s = asyncio.get_running_loop().time() + REST_S
-            if all(map(self._rests, self._servers)) and attempt < RETRIES:
+            if all(map(self._rests, self._servers.values())) and attempt < RETRIES:
                 await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
         return [Reward(0.0, RewardStatus.FAILED, evidence=why)] * len(answers)
 

@@ -5,7 +5,7 @@
     a process of its own, unconfined   the user's functions
     this process       judge (a request to a model), and adding up weighted parts
 
-With `reward.urls` other machines do the first two (`shoal rewards serve`).
+With `reward.urls`, or without workers, other machines do the first two (`shoal rewards serve`).
 """
 
 import asyncio
@@ -58,19 +58,21 @@ class RewardService:
         """`log` takes all that worker processes write before they are ready."""
         self.cache = RewardCache()
         self._workers = WorkerScorer(config, log)
-        self._code = CodeScorer(config.workers)
+        self._code = CodeScorer(max(config.workers, 1))
         self._functions = FunctionScorer(log)
         self._judge = JudgeScorer()
-        self._remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if config.urls else None
+        joined = bool(config.urls) or not config.workers
+        self.remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if joined else None
+        """Scorers of other machines; None when this one scores."""
         self._ending = contextlib.AsyncExitStack()
         self._counts = dict.fromkeys(RewardStatus, 0)
         self._total_s: deque[float] = deque(maxlen=WINDOW)
 
     async def __aenter__(self) -> Self:
         """Starts the worker processes. Raises `ChildDied`."""
-        if self._remote is None:
+        if self.remote is None:
             await self._ending.enter_async_context(self._workers)
-        for part in (self._remote, self._functions, self._code):
+        for part in (self.remote, self._functions, self._code):
             if part is not None:
                 self._ending.push_async_callback(part.aclose)
         return self
@@ -109,7 +111,7 @@ class RewardService:
             "scorer_p50_s": percentile(self._total_s, 0.5),
             "scorer_p99_s": percentile(self._total_s, 0.99),
             "scorer_sandboxes": self._code.sandboxes,
-            **(self._workers.values if self._remote is None else {}),
+            **(self._workers.values if self.remote is None else {}),
         }
 
     @property
@@ -146,8 +148,8 @@ class RewardService:
             return self._judge
         if isinstance(spec, checker.Function):
             return self._functions
-        if self._remote is not None:
-            return self._remote
+        if self.remote is not None:
+            return self.remote
         if isinstance(spec, checker.Code):
             return self._code
         return self._workers

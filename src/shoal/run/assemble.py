@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from shoal.cluster.registry import Roles
 from shoal.config import Config
 from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
@@ -38,18 +39,20 @@ async def serving(
     resume: bool = False,
     on_event: OnEvent = lambda how: None,
     own: OwnEngines | None = None,
+    roles: Roles | None = None,
 ) -> AsyncIterator[tuple[Engine, SingleTurn]]:
     """Starts the engines as one, a scorer, and the runner over both; `on_event` gets the loss of an engine.
 
-    `recovered` is the newest Version of a run, which engines may serve already; None outside of runs. `resume` says
-    that the run existed before.
+    Engines and scorers of other hosts join by `roles`. `recovered` is the newest Version of a run, which engines may
+    serve already; None outside of runs. `resume` says that the run existed before.
     """
     settings = EngineSettings(config, prepared, run_dir, (threads or Threads()).engine, recovered or 0, resume)
     async with AsyncExitStack() as stack:
         if scorer is None:
             log, resumable = run_dir / "logs" / "reward.log", recovered is not None
-            scorer = await stack.enter_async_context(own_scorer(config, prepared, log, resumable=resumable))
-        pool = await stack.enter_async_context(engines(settings, on_event, own or OwnEngines()))
+            opening = own_scorer(config, prepared, log, resumable=resumable, roles=roles)
+            scorer = await stack.enter_async_context(opening)
+        pool = await stack.enter_async_context(engines(settings, on_event, own or OwnEngines(), roles))
         yield pool, single_turn(pool, prepared.renderer, scorer, sampling_of(config, prepared))
 
 

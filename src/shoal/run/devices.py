@@ -82,7 +82,7 @@ def devices_of(config: Config, visible: Sequence[str], *, trains: bool = True) -
     Ranks take the first GPUs and engines the next. Raises `ConfigError` for too few, or for two ranks on one GPU.
     """
     engines = 0 if config.engine.urls else config.engine.count
-    ranks = config.train.ranks if trains else 0
+    ranks = config.train.ranks if trains and config.cluster.trainer is None else 0
     chosen, own = config.engine.gpus, config.train.gpus if trains else []
     named = chosen if isinstance(chosen, list) else []
     device = config.model.device

@@ -1,6 +1,7 @@
 """The engines of a run form one pool, kept full for as long as the run lasts.
 
     own      `engine.count` processes; one that ends is started again, and serves the newest weights before any request
+    joined   engines that join the run and leave it as they like (`shoal engine join`)
     remote   `engine.urls`; one that does not answer, or turns out unusable during the run, is asked again and joins
              when it can
 
@@ -15,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
+from shoal.cluster.registry import EngineRole, Role, RoleLine, Roles
 from shoal.config import Config
 from shoal.engine.detect_server import connect
-from shoal.engine.http_client import HttpEngine
+from shoal.engine.http_client import HttpEngine, PullingEngine
 from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
@@ -77,8 +79,10 @@ class OwnEngines:
 
 
 @asynccontextmanager
-async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) -> AsyncIterator[EnginePool]:
-    """Opens the pool once it has all own engines, or one remote engine.
+async def engines(
+    settings: EngineSettings, on_event: OnEvent, own: OwnEngines, roles: Roles | None = None
+) -> AsyncIterator[EnginePool]:
+    """Opens the pool once it has all own engines, or one of other hosts; engines also join by `roles`.
 
     Raises `ChildDied` when an engine cannot be started or kept. Raises `ConfigError` for a remote engine that lacks
     what is needed, and `EngineUnavailable` when no remote engine answers.
@@ -86,7 +90,7 @@ async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) 
     engine = settings.config.engine
     pool = EnginePool(initial=settings.prepared.model_dir, recovered=settings.recovered)
     names = engine.urls or _own_names(engine.count)
-    keeper = _Keeper(settings, pool, on_event, own)
+    keeper, joined = _Keeper(settings, pool, on_event, own), _Joined(pool)
     keep = keeper.keep_remote if engine.urls else keeper.keep_own
     ready = [asyncio.Event() for _ in names]
     try:
@@ -95,8 +99,13 @@ async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) 
                 tasks.create_task(keep(name, event), name=f"keeping {name}")
                 for name, event in zip(names, ready, strict=True)
             ]
+            if roles is not None:
+                roles.open(EngineRole, joined)
             for event in ready:
                 await event.wait()
+            if not names:
+                on_event("waiting for: shoal engine join")
+                await joined.first.wait()
             if not pool.replicas:
                 raise EngineUnavailable("; ".join(keeper.failures))
             for failure in keeper.failures:
@@ -106,6 +115,8 @@ async def engines(settings: EngineSettings, on_event: OnEvent, own: OwnEngines) 
             for task in keeping:
                 task.cancel()
     finally:
+        if roles is not None:
+            roles.close(EngineRole)
         await pool.aclose()
 
 
@@ -202,3 +213,21 @@ class _Keeper:
             finally:
                 ready.set()
             await asyncio.sleep(self.settings.ask_again_s)
+
+
+class _Joined:
+    """Door for engines that nobody listed."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool = pool
+        self.first = asyncio.Event()
+
+    async def join(self, name: str, role: Role, line: RoleLine) -> None:
+        """Returns once the engine serves the newest weights. Raises `EngineError`."""
+        assert isinstance(role, EngineRole)
+        await self._pool.join(name, PullingEngine(role.url, token=role.token))
+        self.first.set()
+
+    async def leave(self, name: str) -> None:
+        """Returns once the engine's answers continue elsewhere."""
+        await self._pool.leave(name)

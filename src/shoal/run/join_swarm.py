@@ -12,6 +12,7 @@ from shoal.config.urls import checked_url
 from shoal.errors import ConfigError
 from shoal.experience.log import external_groups, snapshot
 from shoal.interfaces import Environment, Scorer
+from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serve_app
 from shoal.reward.service import RewardService
 from shoal.run.prepared import Prepared
@@ -23,7 +24,6 @@ from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer
-from shoal.swarm.identity import Identity
 from shoal.swarm.invitation import guest_key, invitation
 from shoal.swarm.node import Node
 from shoal.swarm.options import NatsOptions

@@ -132,7 +132,7 @@ class TrainLoop:
         """Polls the engine for ever, and lets more groups run while it has little to do."""
         gate, config = self._parts.buffer.gate, self._parts.config.engine
         concurrency = Concurrency(gate.max_running, MOST_GROUPS * gate.max_running)
-        places = config.max_running * (len(config.urls) or config.count)
+        places = config.max_running * (len(config.urls) or config.count or 1)
         while True:
             info = self._engine_info = await self._parts.engine.info()
             self._engine_shares.append(info.busy_share)
@@ -273,7 +273,7 @@ class TrainLoop:
         """Writes the weights as `version` and records it."""
         unfinished = self._parts.store.begin(version)
         self._busy_s += await self._parts.trainer.write_version(unfinished / FILE, push=push)
-        if self._config.engine.urls:
+        if self._config.engine.urls or self._config.cluster.listen:
             await self._write_canary(unfinished)
         written = await asyncio.to_thread(self._parts.store.seal, version)
         exact = await self._parts.buffer.record_version(version, written.checksum)

@@ -35,7 +35,7 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @contextmanager
-def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterator[Prepared]:
+def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: str = "") -> Iterator[Prepared]:
     """Checks all that needs no engine. Raises a `ShoalError` and leaves nothing behind."""
     devices = devices_of(config, visible_gpus(os.environ, gpus_present()), trains=trains)
     model_dir = model_directory(config.model.path)
@@ -46,7 +46,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
         hooks_of(task.name, task.reward)
         if task.agent is not None:
             agent_of(task.agent)
-    with library_of(config) as service:
+    with library_of(config, token) as service:
         probed = [service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2)]
         for environment in service.services:
             environment.check()
@@ -59,7 +59,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False) -> Iterat
         run_blocking(check_functions(service.services))
         if dry:  # in this process: what a task's author opened on this event loop is of no use to a run
             run_blocking(check_scores(service.services))
-        yield Prepared(model_dir, renderer, service, max_model_len, max(prompts), devices)
+        yield Prepared(model_dir, renderer, service, max_model_len, max(prompts), devices, token)
 
 
 def _check_lengths(config: Config, prompts: Mapping[int, Task], max_model_len: int) -> None:
@@ -120,7 +120,9 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
     adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
     copies = 2 if config.train.kl.coefficient else 1  # and the reference
     kept = copies * parameters * WEIGHT_BYTES + (adapters if rank else parameters) * TRAINED_BYTES
-    trainer_bytes = kept // config.train.ranks + _micro_batch_bytes(config, prepared, row_tokens)
+    places = config.cluster.trainer
+    sharded = (places.per_host or places.ranks) if places else config.train.ranks
+    trainer_bytes = kept // sharded + _micro_batch_bytes(config, prepared, row_tokens)
     settings = config.model_dump(mode="json")
     preset = {
         f"{config.preset}: {key}": reduce(lambda node, part: node[part], key.split("."), settings)

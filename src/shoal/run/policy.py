@@ -19,7 +19,7 @@ from shoal.run.plan import prepare
 from shoal.run.prepared import Prepared
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.messages import StepStats
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Group, Split
 from shoal.weights.store import FILE, WeightStore
 
@@ -137,11 +137,11 @@ async def open_policy(
         prepared = await asyncio.to_thread(stack.enter_context, prepare(config))  # its checks may run coroutines
         log = folder / "logs" / "trainer.log"
         async with (
-            TrainerProcess.child(log, threads.trainer, prepared.devices.ranks) as child,
+            local_ranks(log, threads.trainer, config.train.ranks, prepared.devices.ranks) as ranks,
             serving(config, prepared, folder, threads=threads) as (engine, single_turn),
             playing(config, prepared, engine, single_turn) as runner,
         ):
-            trainer = TrainerProcess(child)
+            trainer = TrainerProcess(ranks)
             await trainer.start(prepared.model_dir, config, threads.trainer)
             policy = Policy(config, prepared, engine, trainer, runner, folder)
             try:

@@ -30,6 +30,8 @@ class Prepared:
     longest_prompt: int
     """Tokens of the longest prompt among the probed tasks."""
     devices: Devices = field(default_factory=Devices)
+    token: str = ""
+    """Token of the run, which roles of other processes must have."""
 
     @property
     def environments(self) -> Mapping[str, Environment]:

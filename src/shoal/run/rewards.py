@@ -2,11 +2,14 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.cluster.registry import RewardsRole, Role, RoleLine, Roles
 from shoal.config import Config
 from shoal.errors import ChildDied
 from shoal.interfaces import Scorer
+from shoal.reward.remote import RemoteScorer
 from shoal.reward.service import BinaryScorer, RewardService
 from shoal.run.prepared import Prepared
 from shoal.tasks.remote_environment import EnvironmentScorer
@@ -26,12 +29,35 @@ class ResumableRewards(RewardService):
 
 @asynccontextmanager
 async def own_scorer(
-    config: Config, prepared: Prepared, log: Path, *, resumable: bool = False
+    config: Config, prepared: Prepared, log: Path, *, resumable: bool = False, roles: Roles | None = None
 ) -> AsyncIterator[Scorer]:
-    """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`."""
+    """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`.
+
+    Without workers of its own the run takes scorers that join by `roles`.
+    """
     async with (ResumableRewards if resumable else RewardService)(config.reward, log) as rewards:
+        if roles is not None and rewards.remote is not None:
+            roles.open(RewardsRole, _Joined(rewards.remote))
         correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
         yield BinaryScorer(EnvironmentScorer(prepared.environments, rewards), correct_only)
+        if roles is not None:
+            roles.close(RewardsRole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """Door for scorers that nobody listed."""
+
+    scorer: RemoteScorer
+
+    async def join(self, name: str, role: Role, line: RoleLine) -> None:
+        """Lets the scorer be asked."""
+        assert isinstance(role, RewardsRole)
+        self.scorer.add(name, role.url, role.token)
+
+    async def leave(self, name: str) -> None:
+        """Asks the scorer no more."""
+        await self.scorer.remove(name)
 
 
 def _words(reward: str | list[str]) -> list[str]:

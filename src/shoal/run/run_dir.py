@@ -109,7 +109,7 @@ def open_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool)
 
 def _groups_at_once(config: Config) -> int:
     """Groups that fill the engine, and a few more."""
-    sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count)
+    sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count or 1)
     return max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
 
 

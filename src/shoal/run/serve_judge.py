@@ -6,9 +6,9 @@ from pathlib import Path
 
 from shoal.config import RewardConfig, TaskConfig, load
 from shoal.errors import ConfigError
+from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serve_app
 from shoal.reward.service import RewardService
-from shoal.swarm.identity import Identity
 from shoal.swarm.judge.client import audit
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.server import JudgeServer

@@ -1,13 +1,11 @@
 """A standstill is an event: it names the waits and the action taken, and ends the run when nothing helps."""
 
 import asyncio
-import contextlib
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Hashable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from shoal.errors import StoodStill
@@ -51,14 +49,6 @@ async def watch_progress(
         fruitless = 0 if helped else fruitless + 1
         if fruitless == FRUITLESS or standstills == STANDSTILLS:
             raise StoodStill(f"nothing has moved for {still_s:.0f} s; {what}; go on with --resume")
-
-
-def cpu_ticks(pid: int) -> int:
-    """Processor time of a process in ticks; 0 where the system does not tell."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    return 0
 
 
 @contextmanager

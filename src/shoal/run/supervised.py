@@ -33,7 +33,7 @@ from shoal.run.plan import model_directory
 from shoal.run.run_dir import write_resolved
 from shoal.run.training import write_model
 from shoal.tasks.jsonl import rows_of
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Json, Message, Role, Sample, seed_for
 
 Rows: TypeAlias = tuple[Sample, ...]
@@ -68,8 +68,8 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
     threads = Threads().trainer
     async with AsyncExitStack() as stack:
         trackers = stack.enter_context(closing(trackers_of(config.metrics, run_dir)))
-        child = await stack.enter_async_context(TrainerProcess.child(run_dir / "logs" / "trainer.log", threads))
-        trainer = TrainerProcess(child)
+        opening = local_ranks(run_dir / "logs" / "trainer.log", threads, config.train.ranks)
+        trainer = TrainerProcess(await stack.enter_async_context(opening))
         await trainer.start(model_dir, _as_trained(config), threads)
         references = await _margins(trainer, lessons) if isinstance(loss, DPOLoss) else []
         saved = checkpoint.intact(run_dir) if resume else None

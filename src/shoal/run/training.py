@@ -13,18 +13,21 @@ import tempfile
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import AsyncExitStack
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 
+from shoal.cluster.gang import RankLost
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Scorer
-from shoal.net.process import Child, cores
+from shoal.net.process import cores
 from shoal.observe.metrics import read_records, stage
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble import orchestrator, playing, serving
+from shoal.run.backup import back_up, check_backup, keep_backup
 from shoal.run.blocking import run_blocking
 from shoal.run.checks import check_start
 from shoal.run.devices import Threads
@@ -34,15 +37,18 @@ from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
 from shoal.run.plan import prepare
 from shoal.run.prepared import Prepared
 from shoal.run.result import Result, RunTotals
+from shoal.run.roles import launched, opened_roles, run_token, trainer_ranks
 from shoal.run.run_dir import Listener, opened_run
-from shoal.run.standstill import cpu_ticks, report_waits, watch_progress
+from shoal.run.standstill import report_waits, watch_progress
 from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import Rank, TrainerProcess
 from shoal.types import Sampling, Split
 from shoal.weights.store import FILE, WeightStore
 
 PARITY_TOKENS = 24
+MOST_GANGS = 16
+"""Gangs of ranks that a run may lose; it goes on from its log with the next one."""
 
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Result:
@@ -51,8 +57,17 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
     check_start(config, resume=resume)
     for listener in listeners:
         listener(stage("checking model, tasks and rewards"))
-    with prepare(config) as prepared:
-        return run_blocking(train(config, prepared, resume=resume, listeners=listeners))
+    token = run_token(config)
+    with launched(config, token):
+        for attempt in count():
+            try:
+                with prepare(config, token=token) as prepared:
+                    return run_blocking(train(config, prepared, resume=resume, listeners=listeners))
+            except* RankLost:
+                if attempt == MOST_GANGS:
+                    raise
+                resume = (Path(config.run_dir) / "log.sqlite").is_file()
+    raise AssertionError
 
 
 def run_evaluation(config: Config) -> dict[str, object]:
@@ -91,8 +106,11 @@ async def train(
         opened = stack.enter_async_context
         buffer, trackers = await opened(opened_run(config, listeners, resume=resume))
         trackers.stage("starting engines and reward workers")
-        log = run_dir / "logs" / "trainer.log"
-        trainer_child = await opened(TrainerProcess.child(log, threads.trainer, prepared.devices.ranks))
+        store = WeightStore(run_dir / "weights")
+        roles = await opened(opened_roles(config, prepared, store, trackers))
+        if config.checkpoint.backup:
+            await asyncio.to_thread(check_backup, run_dir, Path(config.checkpoint.backup))
+        ranks = await opened(trainer_ranks(config, prepared, threads.trainer, roles))
         engine, answering = await opened(
             serving(
                 config,
@@ -105,20 +123,20 @@ async def train(
                 resume=resume,
                 on_event=lambda how: trackers.log_event("engine_lost", reason=how),
                 own=own,
+                roles=roles,
             )
         )
-        trainer = TrainerProcess(trainer_child)
+        trainer = TrainerProcess(ranks)
         trackers.stage("starting the trainer")
         await trainer.start(prepared.model_dir, config, threads.trainer)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
         node = await opened(swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None))
         runner = await opened(playing(config, prepared, engine, answering))
-        store = WeightStore(run_dir / "weights")
         parts = LoopDeps(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
-        return await _run_parts(parts, prepared, trainer_child, own)
+        return await _run_parts(parts, prepared, own)
 
 
-async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: OwnEngines) -> Result:
+async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Result:
     """Recovers, checks parity, evaluates, trains, and evaluates again."""
     began_s = time.monotonic()
     recovered = parts.buffer.recovered
@@ -138,9 +156,11 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
     parts.trackers.stage(f"answering {len(parts.eval_tasks)} held-out questions, twice")
     await loop.evaluate(first_step)
     with report_waits():
-        trained_s = await _train_and_evaluate(parts, prepared, loop, trainer, own)
+        trained_s = await _train_and_evaluate(parts, prepared, loop, own)
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     write_model(prepared.model_dir, newest, parts.run_dir)
+    if backup := parts.config.checkpoint.backup:
+        await asyncio.to_thread(back_up, parts.run_dir, Path(backup))
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
     before, after = totals.evals[0], totals.evals[-1]
     return Result(
@@ -162,15 +182,13 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, trainer: Child, own: O
     )
 
 
-async def _train_and_evaluate(
-    parts: LoopDeps, prepared: Prepared, loop: TrainLoop, trainer: Child, own: OwnEngines
-) -> float:
+async def _train_and_evaluate(parts: LoopDeps, prepared: Prepared, loop: TrainLoop, own: OwnEngines) -> float:
     """Trains the remaining steps with all that runs beside them; returns the seconds taken."""
 
     def progress() -> Hashable:
         """Any token, group, step, evaluation, Version or work of the trainer is progress."""
         finished = sum(counts.finished for counts in parts.buffer.counts.values())
-        return (*loop.progress, finished, cpu_ticks(trainer.pid))
+        return (*loop.progress, finished, sum(rank.ticks for rank in parts.trainer.ranks))
 
     def stood_still(reason: str) -> None:
         parts.trackers.log_event("standstill", reason=reason)
@@ -179,11 +197,14 @@ async def _train_and_evaluate(
     drawing_groups = orchestrator(parts.config, prepared, parts.runner, parts.buffer, parts.trackers)
     beside = {
         "orchestrator": drawing_groups.run(),
-        "trainer process": _watch(trainer),
+        **{f"trainer rank {i}": _watch(rank) for i, rank in enumerate(parts.trainer.ranks)},
         "loading versions": loop.load_versions(),
         "watching the engine": loop.watch_engine(),
         "watching for standstills": watch_progress(progress, own.helped, stood_still, parts.config.stall_s),
     }
+    if backup := parts.config.checkpoint.backup:
+        every_s = parts.config.checkpoint.backup_s
+        beside["backup"] = keep_backup(parts.run_dir, Path(backup), every_s, parts.trackers)
     if parts.swarm is not None:
         parts.buffer.on_finished = parts.swarm.offer
         beside["swarm"] = parts.swarm.run()
@@ -200,9 +221,9 @@ async def _train_and_evaluate(
     return trained_s
 
 
-async def _watch(child: Child) -> None:
-    """Ends the run when a child ends."""
-    raise ChildDied(str(await child.died()))
+async def _watch(rank: Rank) -> None:
+    """Ends the run when a rank ends."""
+    raise ChildDied(await rank.died())
 
 
 async def logprob_mismatch(parts: LoopDeps, prepared: Prepared, *, same_weights: bool = True) -> float:

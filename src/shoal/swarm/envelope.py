@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from shoal import wire
 from shoal.errors import WireError
-from shoal.swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, is_signed_by, peer_id_of
+from shoal.net.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, is_signed_by, peer_id_of
 
 MAX_FRAME_BYTES = 256 * 1024
 """Bytes of a frame as it travels; servers allow 512 KiB."""

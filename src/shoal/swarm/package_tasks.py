@@ -25,11 +25,11 @@ from shoal.config import SwarmConfig
 from shoal.errors import ChildDied, ExchangeUnavailable, SandboxUnavailable, TaskError, WireError
 from shoal.files import replaced
 from shoal.interfaces import Attachments
+from shoal.net.identity import Identity
 from shoal.plugins import described
 from shoal.sandbox.boxed_child import BoxedChild
 from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import strongest
-from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Claim, Course, OfferedRollout
 from shoal.swarm.package_worker import (
     DrawSeed,

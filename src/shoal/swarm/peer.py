@@ -20,8 +20,8 @@ from shoal import wire
 from shoal.config import Config
 from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Exchange
+from shoal.net.identity import Identity
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.identity import Identity
 from shoal.swarm.offer import Offer, Want
 from shoal.swarm.trust import Bucket, IngressFilter, Reason, Recent, Recogniser, VerifiedMessage
 

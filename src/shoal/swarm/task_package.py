@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from shoal import wire
 from shoal.errors import ConfigError, TaskError, WireError
-from shoal.swarm.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, is_signed_by, peer_id_of
+from shoal.net.identity import PUBLIC_KEY_BYTES, SIGNATURE_BYTES, Identity, is_signed_by, peer_id_of
 from shoal.swarm.offer import MAX_NAME_CHARACTERS
 from shoal.tasks.sdk import Definition
 

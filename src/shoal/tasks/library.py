@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from shoal.config import Config, TaskConfig
 from shoal.errors import TaskError
 from shoal.interfaces import Environment
+from shoal.net.client import TOKEN_VARIABLE
 from shoal.tasks.holdout import check_rewrite
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.mixture import Mixture
 from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.tasks.remote_environment import RemoteEnvironment
-from shoal.tasks.remote_protocol import TOKEN_VARIABLE
 from shoal.tasks.remote_server import TaskServer
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.types import Split
@@ -52,7 +52,9 @@ class Library(Mixture):
 
     task_server: TaskServer | None = None
 
-    def __init__(self, tasks: Sequence[TaskConfig], seed: int, at: tuple[str, int] | None = None) -> None:
+    def __init__(
+        self, tasks: Sequence[TaskConfig], seed: int, at: tuple[str, int] | None = None, token: str = ""
+    ) -> None:
         """Checks every task, by drawing its first question too. Raises `TaskError`.
 
         Waits for the workers that serve tasks in other processes; workers register `at` this host and port.
@@ -61,7 +63,7 @@ class Library(Mixture):
             if any(config.service == "reasoning_gym" for config in tasks):
                 self._drawer = stack.enter_context(ProceduralClient())
             if remote := [config.name for config in tasks if config.service == "remote"]:
-                (host, port), token = at or ("127.0.0.1", 0), os.environ.get(TOKEN_VARIABLE, "")
+                (host, port), token = at or ("127.0.0.1", 0), token or os.environ.get(TOKEN_VARIABLE, "")
                 self.task_server = stack.enter_context(TaskServer(remote, host=host, port=port, token=token))
             super().__init__([self._made(config, seed) for config in tasks], [config.weight for config in tasks])
             for service in self.services:
@@ -87,6 +89,6 @@ class Library(Mixture):
         self._open.close()
 
 
-def library_of(config: Config) -> Library:
-    """The environments of a run. Raises `TaskError`."""
-    return Library(config.tasks, config.seed, config.services_at)
+def library_of(config: Config, token: str = "") -> Library:
+    """The environments of a run, whose workers need its token. Raises `TaskError`."""
+    return Library(config.tasks, config.seed, config.services_at, token)

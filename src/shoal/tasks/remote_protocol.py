@@ -17,10 +17,6 @@ from shoal.types import Outcome, Reward, Split, Task
 
 PROTOCOL = 2
 PATH = "/v1/work"
-LEASE_S = 5.0
-"""Seconds of silence after which either side closes the connection: both answer pings."""
-TOKEN_VARIABLE = "SHOAL_TASKS_TOKEN"
-"""Name of the environment variable with the run's token, read by the run and by its workers."""
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]

@@ -5,29 +5,25 @@
     GET /v1/work         the WebSocket of a worker
 
 Every route but the first wants `Authorization: Bearer TOKEN`. The server has a thread, because a run draws its first
-questions before its event loop exists. A busy event loop must also not delay pings.
+questions before its event loop exists.
 """
 
 import asyncio
-import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from typing import TypeVar
 
-import msgspec
-import uvicorn
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
-from shoal.errors import ConfigError, ShoalError, TaskError
-from shoal.net.listening import is_loopback, listening_socket, url_of
-from shoal.net.server import HANDLERS, decoded, guarded, json, uvicorn_config
+from shoal.errors import TaskError
+from shoal.net.client import LEASE_S
+from shoal.net.run_server import RunServer, send
+from shoal.net.server import decoded, json
 from shoal.tasks.remote_protocol import (
-    LEASE_S,
     PATH,
     PROTOCOL,
     Cancel,
@@ -36,14 +32,12 @@ from shoal.tasks.remote_protocol import (
     JobFailed,
     Result,
     Service,
-    ToWorker,
     Unwanted,
     Welcome,
     document,
 )
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 
-STOP_GRACE_S = 1
 MOST_QUICK = 1 << 16
 """Number of draws and scores at once of one worker."""
 AWAY_S = 30.0
@@ -56,7 +50,7 @@ class ServiceLate(EnvironmentFailed):
     """No result came within the deadline."""
 
 
-class TaskServer:
+class TaskServer(RunServer):
     """The services and their connections, all on one event loop. As a context manager it listens, in a thread."""
 
     def __init__(
@@ -70,50 +64,20 @@ class TaskServer:
         away_s: float = AWAY_S,
     ) -> None:
         """With a `token`, every request must carry it. Raises `ConfigError` when others reach `host` without one."""
-        if not is_loopback(host) and not token:
-            raise ConfigError(f"host: {host} can be reached by others; set a token that task services must have")
+        routes = [
+            Route("/openapi.json", self._document),
+            Route("/v1/status", self._status),
+            WebSocketRoute(PATH, lambda socket: self.lease(socket, Hello, self._worker, _unwanted)),
+        ]
+        super().__init__(routes, host=host, port=port, token=token, free=("/openapi.json",), lease_s=lease_s)
         self.services = {name: Service() for name in names}
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in names}
         """Number of jobs by result, of each service."""
         self.on_workers: Callable[[str, bool], None] = lambda name, served: None
         """Called in the server's thread when a worker came or left; a service is served until `away_s` without one."""
         self.served = {name: asyncio.Event() for name in names}
-        self._at, self._lease_s, self._away_s = (host, port), lease_s, away_s
+        self._away_s = away_s
         self._leaving: dict[str, asyncio.TimerHandle] = {}
-        routes = [
-            Route("/openapi.json", self._document),
-            Route("/v1/status", self._status),
-            WebSocketRoute(PATH, self._work),
-        ]
-        guard = Middleware(guarded, token=token, free=("/openapi.json",), host=host)
-        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict(HANDLERS))
-
-    def __enter__(self) -> "TaskServer":
-        self._listening = listening_socket(*self._at)
-        self.url = url_of(self._listening)
-        self._loop = asyncio.new_event_loop()
-        config = uvicorn_config(self.app, grace_s=STOP_GRACE_S, silence_s=self._lease_s)
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._serve, name="task services", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Ends the thread; workers go on trying to connect."""
-        self._server.should_exit = True
-        self._thread.join()
-
-    def _serve(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._server.serve(sockets=[self._listening]))
-
-    def wait(self, doing: Coroutine[Any, Any, R]) -> R:
-        """The result of a coroutine on the server's loop, for any other thread; blocks."""
-        return asyncio.run_coroutine_threadsafe(doing, self._loop).result()
-
-    async def done(self, doing: Coroutine[Any, Any, R]) -> R:
-        """The result of a coroutine on the server's loop, for another event loop."""
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self._loop))
 
     async def call(self, name: str, job: Job, kind: type[R], timeout_s: float) -> R:
         """Has a service do a job, on the server's loop.
@@ -136,24 +100,15 @@ class TaskServer:
             raise PolicyFailed(done.reason)
         raise EnvironmentFailed(done.reason, retry=done.retry)
 
-    async def _work(self, socket: WebSocket) -> None:
-        """One worker, from its first message to its last."""
-        await socket.accept()
-        try:
-            async with asyncio.timeout(self._lease_s):
-                hello = await _received(socket, Hello)
-            if hello.protocol != PROTOCOL:
-                raise TaskError(f"protocol: expected {PROTOCOL}, got {hello.protocol}; install the run's version")
-            if hello.name not in self.services:
-                raise TaskError(f"name: expected one of {', '.join(sorted(self.services))}, got {hello.name!r}")
-            service = self.services[hello.name]
-            worker = service.join(hello)
-        except (ShoalError, TimeoutError) as error:
-            await _send(socket, Unwanted(str(error)))
-            await socket.close()
-            return
-        except WebSocketDisconnect:
-            return
+    @asynccontextmanager
+    async def _worker(self, hello: Hello, socket: WebSocket) -> AsyncIterator[Callable[[bytes], None]]:
+        """One worker for as long as it is connected. Raises `TaskError` for one that is not wanted as it is."""
+        if hello.protocol != PROTOCOL:
+            raise TaskError(f"protocol: expected {PROTOCOL}, got {hello.protocol}; install the run's version")
+        if hello.name not in self.services:
+            raise TaskError(f"name: expected one of {', '.join(sorted(self.services))}, got {hello.name!r}")
+        service = self.services[hello.name]
+        worker = service.join(hello)
         self._noticed(hello.name)
         loops = (
             _send_all(socket, worker.outgoing),
@@ -162,13 +117,7 @@ class TaskServer:
         )
         tasks = [asyncio.create_task(each, name=f"jobs of {hello.name}") for each in loops]
         try:
-            while True:
-                worker.take(await _received(socket, Result))  # type: ignore[arg-type]
-        except ShoalError as error:
-            await _send(socket, Unwanted(str(error)))
-            await socket.close()
-        except WebSocketDisconnect:
-            pass
+            yield lambda message: worker.take(decoded(message, Result))  # type: ignore[arg-type]
         finally:
             for task in tasks:
                 task.cancel()
@@ -212,19 +161,11 @@ class TaskServer:
         return json(document())
 
 
-async def _received(socket: WebSocket, kind: type[R]) -> R:
-    """The next message. Raises `Refused` for another one than expected, and `WebSocketDisconnect`."""
-    received = await socket.receive()
-    if received["type"] == "websocket.disconnect":
-        raise WebSocketDisconnect
-    return decoded((received.get("text") or "").encode(), kind)
-
-
-async def _send(socket: WebSocket, message: ToWorker) -> None:
-    await socket.send_text(msgspec.json.encode(message).decode())
+def _unwanted(error: Exception) -> Unwanted:
+    return Unwanted(str(error))
 
 
 async def _send_all(socket: WebSocket, outgoing: "asyncio.Queue[Job | Cancel]") -> None:
-    await _send(socket, Welcome())
+    await send(socket, Welcome())
     while True:
-        await _send(socket, await outgoing.get())
+        await send(socket, await outgoing.get())

@@ -16,11 +16,10 @@ import msgspec
 
 from shoal.errors import EngineUnavailable, TaskError
 from shoal.net.chat import TIMEOUT_S, ChatRefused, completion, wire_of
-from shoal.net.client import authorization, session
+from shoal.net.client import LEASE_S, authorization, session
 from shoal.net.openai_client import close_clients, session_client
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
-    LEASE_S,
     PATH,
     Cancel,
     DrawJob,

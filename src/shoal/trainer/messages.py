@@ -12,10 +12,12 @@ import msgspec
 
 from shoal import wire
 from shoal.net.process import MAX_FRAME_BYTES
-from shoal.types import Sample
+from shoal.trainer.packing import Share
 
 ANSWER_TIMEOUT_S = 6 * 3600.0
 """Seconds, longer than any step: a trainer that hangs must not hold up a run for ever."""
+OTHER_RANK = "another rank refused its rows"
+"""Reason of a rank that fails because another one does."""
 RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
 """Ratios pi_theta / pi_behav that bound the bins of the distribution; symmetric around 1 in the logarithm, but for
 the last."""
@@ -105,14 +107,17 @@ class TokensFile(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True, tag=True):
-    """One training step over the rows of each group."""
+    """One training step; a rank gets its own rows only."""
 
-    groups: tuple[tuple[Sample, ...], ...]
+    shares: tuple[Share, ...]
+    """Part of the rank in each update."""
     version: int | None = None
     """Newest Version written."""
     since_push: int = 0
     """Steps taken since this Version was written."""
     tokens_file: TokensFile | None = None
+    group_sizes: tuple[int, ...] = ()
+    """Rows of each group, for `tokens_file`."""
 
 
 class ComputeLogprobs(msgspec.Struct, frozen=True, tag=True):
@@ -147,7 +152,8 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer to a request that was carried out."""
 
     value: StepStats | Logprobs | float
-    """Statistics of a `Step`, logprobs of `ComputeLogprobs`; else the seconds that the request took."""
+    """Statistics of a `Step`, logprobs of `ComputeLogprobs`, tokens of a micro-batch for `StartTrainer`; else the
+    seconds that the request took."""
 
 
 class TrainerFailed(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.config.training import TrainConfig
 from shoal.errors import TrainerError
-from shoal.trainer.ranks import is_sharded, like, local, norm, whole
+from shoal.trainer.ranks import copies, is_sharded, like, local, norm, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 BLOCK: Final = 1 << 17
@@ -132,7 +132,8 @@ class Optimizer:
                             change += (weight + change) * (1 / shrunk - 1)
                         yield change
 
-        return norm(changes(), sharded=any(is_sharded(parameter) for parameter in self._named.values()))
+        named = list(self._named.values())
+        return norm(changes(), sharded=any(map(is_sharded, named)), copies=max(map(copies, named)))
 
     def count_push(self) -> None:
         """Resets the moments at a push of weights, if the config says so."""

@@ -146,6 +146,85 @@ def tokens_per_microbatch(*, on_gpu: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class RowBatch:
+    """Rows of one micro-batch, and the weight of each trained token of each row."""
+
+    rows: tuple[Sample, ...]
+    weights: tuple[float, ...]
+    idle: bool = False
+    """Whether the batch stands for no rows: see `MicroBatch`."""
+    places: tuple[int, ...] = ()
+    """Index of each row among all rows of its step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Part of one update that one rank computes."""
+
+    batches: tuple[RowBatch, ...]
+    informative: bool
+    """Whether the update's rows, on all ranks, give a gradient."""
+    tokens: int
+    """Trained tokens of all rows of the update, computed or not."""
+    skipped_tokens: int
+    """Trained tokens of the rows that are not computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packer:
+    """Division of steps into the shares of the ranks, so that a rank gets its own rows only."""
+
+    config: TrainConfig
+    tokens_per_microbatch: int
+    answer_tokens: int = 0
+    """Token limit of one answer, for `loss_mean = "budget"`."""
+    skip_uninformative: bool = True
+    """Whether rows that give no gradient are left out."""
+    ranks: int = 1
+
+    def step(self, groups: Sequence[Sequence[Sample]]) -> list[tuple[Share, ...]]:
+        """Shares of each rank, one for each update of a step."""
+        slices = even_slices(len(groups), self.config.minibatches)
+        firsts = [sum(map(len, groups[: part.start])) for part in slices]
+        updates = [
+            self.shares([row for i in part for row in groups[i]], first=first)
+            for part, first in zip(slices, firsts, strict=True)
+        ]
+        return list(zip(*updates, strict=True))
+
+    def shares(self, rows: Sequence[Sample], whole: "Size | None" = None, *, first: int = 0) -> list[Share]:
+        """Share of each rank in the update with these rows; `whole` is its size when they are a part of it.
+
+        `first` is the index of the first row in its step.
+        """
+        config = self.config
+        # With a regulariser or a critic rows without advantage have a gradient too.
+        has_reference = config.kl.coefficient > 0 or config.teacher is not None
+        regularised = has_reference or config.entropy_bonus > 0 or config.advantage == "gae"
+        size, mean = whole or size_of(rows), loss_mean(config)
+        trained = [sum(row.mask) for row in rows]
+        places = [
+            place
+            for place, (row, count) in enumerate(zip(rows, trained, strict=True))
+            if count and (any(row.advantages) or regularised or not self.skip_uninformative)
+        ]
+        wanted = [rows[place] for place in places]
+        informative = any(regularised or any(row.advantages) for row in wanted)
+        skipped = sum(trained) - sum(sum(row.mask) for row in wanted)
+
+        def batch(part: Sequence[int]) -> RowBatch:
+            chosen = [wanted[i] for i in part or (0,)]
+            weights = [token_weight(mean, size, sum(row.mask), self.answer_tokens) for row in chosen]
+            indices = tuple(first + places[i] for i in part)
+            return RowBatch(tuple(chosen), tuple(weights) if part else (0.0,), idle=not part, places=indices)
+
+        packed = [batch(part) for part in micro_batches(wanted, self.tokens_per_microbatch, self.ranks)]
+        return [
+            Share(tuple(packed[rank :: self.ranks]), informative, sum(trained), skipped) for rank in range(self.ranks)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
 class MicroBatch:
     """Packed rows: T tokens, of which N are trained."""
 

@@ -23,9 +23,9 @@ from shoal.model.training_forward import Forward, fastest_forward, lay_out, prec
 from shoal.trainer import critic, packing, weight_files
 from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
-from shoal.trainer.messages import StepStats, TokensFile
+from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.optim import Optimizer, Update
-from shoal.trainer.packing import MicroBatch, Minibatch, Size
+from shoal.trainer.packing import MicroBatch, Minibatch, Packer, Share, Size
 from shoal.trainer.ranks import ALONE, Ranks, like
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
@@ -96,11 +96,8 @@ class Trainer:
         self._temperature = temperature
         if packing.loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
-        self._budget_tokens = max_tokens or 0
-        # With a regulariser or a critic rows without advantage have a gradient too.
         has_reference = train.kl.coefficient > 0 or train.teacher is not None
-        self._regularised = has_reference or train.entropy_bonus > 0 or train.advantage == "gae"
-        self._skip_uninformative = skip_uninformative and not self._regularised
+        self._packer = Packer(train, self.tokens_per_microbatch, max_tokens or 0, skip_uninformative, ranks.count)
         self._value_head = self._new_value_head() if train.advantage == "gae" else None
         self._reference = self._new_reference(train.teacher or path) if has_reference else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
@@ -113,21 +110,22 @@ class Trainer:
         *,
         tokens_file: TokensFile | None = None,
     ) -> StepStats:
-        """Takes one step of `train.minibatches` updates over the rows of each group, in order.
+        """Takes one step of `train.minibatches` updates over the rows of each group, in order: see `carry_out`."""
+        shares, sizes = self._packer.step(groups)[self._ranks.index], tuple(map(len, groups))
+        return self.carry_out(Step(shares, version, since_push, tokens_file, sizes))
+
+    def carry_out(self, step: Step) -> StepStats:
+        """Takes one step, of which this rank computes a share of each update.
 
         `version` is the newest Version, written `since_push` steps ago; the log-linear proximal weights need both.
         `tokens_file` gets the numbers of each trained token. Raises `TrainerError` for rows that this model cannot
-        read.
+        read, on every rank.
         """
-        started = time.perf_counter()
-        self._check(groups)
+        started, shares, tokens_file = time.perf_counter(), step.shares, step.tokens_file
+        version, since_push = step.version, step.since_push
+        self._check([row for share in shares for batch in share.batches for row in batch.rows])
         self._optimizer.clear_gradient()  # a failed step may have left a part of it
-        slices = packing.even_slices(len(groups), self._config.minibatches)
-        firsts = [sum(map(len, groups[: part.start])) for part in slices]
-        minibatches = [
-            self.minibatch([row for i in part for row in groups[i]], first=first)
-            for part, first in zip(slices, firsts, strict=True)
-        ]
+        minibatches = [self._packed(share) for share in shares]
         loss = self._config.loss
         wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
         totals = StepTotals(self.device, TokenNumbers() if tokens_file else None)
@@ -153,7 +151,7 @@ class Trainer:
                 lay_out(self._forward)
         totals.add_up(self._ranks)
         if totals.tokens is not None and tokens_file is not None:
-            totals.tokens.write(tokens_file, [len(rows) for rows in groups], self._ranks.index)
+            totals.tokens.write(tokens_file, list(step.group_sizes), self._ranks.index)
         return totals.stats(updates, minibatches, time.perf_counter() - started)
 
     def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
@@ -239,16 +237,23 @@ class Trainer:
             return {}
         return {f"{VALUE_HEAD}.{name}": p for name, p in self._value_head.named_parameters()}
 
-    def _check(self, groups: Sequence[Sequence[Sample]]) -> None:
+    def _check(self, rows: Sequence[Sample]) -> None:
         """Raises `TrainerError` for rows that the model would answer with an index error or with nonsense."""
+        wrong = next(filter(None, map(self._complaint, rows)), "")
+        refusals = torch.tensor(float(bool(wrong)), device=self.device)
+        self._ranks.add_up(refusals)  # no rank may begin what another will not do
+        if refusals:
+            raise TrainerError(wrong or OTHER_RANK)
+
+    def _complaint(self, row: Sample) -> str:
         vocabulary = self.model.get_input_embeddings().num_embeddings
         longest = getattr(self.model.config, "max_position_embeddings", None)
-        for row in (row for group in groups for row in group):
-            low, high = min(row.tokens), max(row.tokens)
-            if low < 0 or high >= vocabulary:
-                raise TrainerError(f"row of tokens: expected ids in 0..{vocabulary - 1}, got {low}..{high}")
-            if longest is not None and len(row.tokens) > longest:
-                raise TrainerError(f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}")
+        low, high = min(row.tokens), max(row.tokens)
+        if low < 0 or high >= vocabulary:
+            return f"row of tokens: expected ids in 0..{vocabulary - 1}, got {low}..{high}"
+        if longest is not None and len(row.tokens) > longest:
+            return f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}"
+        return ""
 
     def minibatch(self, rows: Sequence[Sample], whole: Size | None = None, *, first: int = 0) -> Minibatch:
         """Packs the rows of one update, and takes this rank's share.
@@ -256,28 +261,14 @@ class Trainer:
         `whole` is the size of the update when `rows` are a part of it. `first` is the index of the first row in the
         step.
         """
-        size, mean = whole or packing.size_of(rows), packing.loss_mean(self._config)
-        trained = [sum(row.mask) for row in rows]
-        places = [
-            place
-            for place, (row, count) in enumerate(zip(rows, trained, strict=True))
-            if count and (any(row.advantages) or not self._skip_uninformative)
-        ]
-        wanted = [rows[place] for place in places]
-        packed = packing.micro_batches(wanted, self.tokens_per_microbatch, self._ranks.count)
+        return self._packed(self._packer.shares(rows, whole, first=first)[self._ranks.index])
 
-        def packed_rows(part: Sequence[int]) -> MicroBatch:
-            chosen = [wanted[i] for i in part or (0,)]
-            weights = [packing.token_weight(mean, size, sum(row.mask), self._budget_tokens) for row in chosen]
-            batch = packing.micro_batch(chosen, weights if part else [0.0], self.device, idle=not part)
-            return replace(batch, rows=tuple(first + places[i] for i in part))
-
-        return Minibatch(
-            batches=tuple(packed_rows(part) for part in self._ranks.share(packed)),
-            informative=any(self._regularised or any(row.advantages) for row in wanted),
-            tokens=sum(trained),
-            skipped_tokens=sum(trained) - sum(sum(row.mask) for row in wanted),
+    def _packed(self, share: Share) -> Minibatch:
+        batches = (
+            replace(packing.micro_batch(one.rows, one.weights, self.device, idle=one.idle), rows=one.places)
+            for one in share.batches
         )
+        return Minibatch(tuple(batches), share.informative, share.tokens, share.skipped_tokens)
 
     def _outputs(self, batch: MicroBatch, *, with_entropy: bool = False, model: Forward | None = None) -> TokenOutputs:
         with precision(model or self._forward, self._dtype):

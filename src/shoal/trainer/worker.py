@@ -1,28 +1,33 @@
-"""The trainer process, `python -m shoal.trainer.worker --fd N`, and its client in the main process.
+"""One rank of the trainer, `python -m shoal.trainer.worker --fd N`, and the trainer as the main process sees it.
 
-The process serves the requests of `shoal.trainer.messages` one after the other from an inherited socket. It ends when
-the socket closes or its parent is gone. A failed request is answered with `TrainerFailed`. With `train.ranks` the
-process is the first rank: it starts the others and passes all requests on to them. Only the process loads torch, not
-its client.
+The main process asks all ranks one request at a time, and gives each its own rows of a step. A rank is a process of
+this machine, or of another one that joined the run. It serves the requests of `shoal.trainer.messages` one after the
+other from an inherited socket, and ends when the socket closes or its parent is gone. A failed request is answered with
+`TrainerFailed`. `StartTrainer` makes a rank meet the others over TCP. Only ranks load torch.
 """
 
 import argparse
+import asyncio
 import os
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from shoal import wire
 from shoal.config import Config, ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ChildDied, ShoalError, TrainerError
-from shoal.net.process import Child, die_with_parent, serve, torch_environment
+from shoal.net.listening import free_port
+from shoal.net.process import Child, cpu_ticks, die_with_parent, serve, torch_environment
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
+    OTHER_RANK,
     Answer,
     ComputeLogprobs,
     Done,
@@ -39,39 +44,90 @@ from shoal.trainer.messages import (
     answer_from,
     request_from,
 )
+from shoal.trainer.packing import Packer
 from shoal.types import Sample
 
 if TYPE_CHECKING:
-    from shoal.trainer.ranks import Followers
+    from shoal.trainer.ranks import Ranks
     from shoal.trainer.trainer import Trainer
 
 V = TypeVar("V", StepStats, Logprobs, float)
 ADVICE = "go on with --resume"
 
 
-class TrainerProcess:
-    """Client that sends the trainer one request at a time.
+class Rank(Protocol):
+    """One rank of the trainer."""
 
-    Methods raise `TrainerError`, or `ChildDied` when it is gone.
+    async def ask(self, request: Request, timeout_s: float) -> Answer:
+        """Answer to a request. Raises `ChildDied`, and `TimeoutError` after which the rank is gone."""
+
+    async def died(self) -> str:
+        """Waits until the rank has ended; returns how."""
+
+    @property
+    def ticks(self) -> int:
+        """Processor time of the rank, in ticks."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRank:
+    """Rank that is a process of this machine."""
+
+    child: Child
+
+    async def ask(self, request: Request, timeout_s: float) -> Answer:
+        """Answer to a request. Raises `ChildDied`, and `TimeoutError` after which the process is killed."""
+        frame = await asyncio.to_thread(wire.encode, request)  # a step of long rows takes long
+        return answer_from(await self.child.ask(frame, timeout_s))
+
+    async def died(self) -> str:
+        """Waits until the process has ended; returns how."""
+        return str(await self.child.died())
+
+    @property
+    def ticks(self) -> int:
+        """Processor time of the process, in ticks."""
+        return cpu_ticks(self.child.pid)
+
+
+@asynccontextmanager
+async def local_ranks(
+    log: Path, threads: int, count: int = 1, gpus: Sequence[str] = ()
+) -> AsyncIterator[Sequence[LocalRank]]:
+    """Starts the ranks of a trainer on this machine; each has its share of the threads, and its GPU where there are
+    some."""
+    master = f"127.0.0.1:{free_port()}"
+    async with AsyncExitStack() as stack:
+        ranks = []
+        for index in range(count):
+            where = [f"--rank={index}", f"--ranks={count}", f"--master={master}"] if count > 1 else []
+            name, file = (f"trainer rank {index}", log.with_stem(f"{log.stem}-{index}")) if index else ("trainer", log)
+            environment = torch_environment(max(1, threads // count), gpus[index : index + 1])
+            child = Child(name, "shoal.trainer.worker", where, file, environment, advice=ADVICE)
+            ranks.append(LocalRank(await stack.enter_async_context(child)))
+        yield ranks
+
+
+class TrainerProcess:
+    """Client that sends all ranks of the trainer one request at a time.
+
+    Methods raise `TrainerError`, or `ChildDied` when a rank is gone.
     """
 
-    def __init__(self, child: Child, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+    def __init__(self, ranks: Sequence[Rank], *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         """`timeout_s` bounds each answer; after it the trainer counts as gone."""
-        self._child = child
+        self.ranks = ranks
         self._timeout_s = timeout_s
-
-    @staticmethod
-    def child(log: Path, threads: int, gpus: Sequence[str] = ()) -> Child:
-        """Trainer process, not yet started; `gpus` names a GPU for each rank."""
-        return Child("trainer", "shoal.trainer.worker", [], log, torch_environment(threads, gpus), advice=ADVICE)
+        self._packer = Packer(TrainConfig(), 1)
 
     async def start(self, model_dir: Path, config: Config, threads: int) -> None:
-        """Loads the model."""
+        """Loads the model; the ranks share the threads."""
         sections = (config.model.model_dump_json(), config.train.model_dump_json())
-        rollout = config.rollout
-        await self._ask(
-            StartTrainer(str(model_dir), *sections, rollout.temperature, threads, rollout.max_tokens), float
-        )
+        rollout, count = config.rollout, len(self.ranks)
+        share = max(1, threads // count)
+        request = StartTrainer(str(model_dir), *sections, rollout.temperature, share, rollout.max_tokens)
+        budget = await self._ask(float, request)
+        self._packer = Packer(config.train, int(budget), rollout.max_tokens or 0, ranks=count)
 
     async def step(
         self,
@@ -82,39 +138,59 @@ class TrainerProcess:
         tokens_file: TokensFile | None = None,
     ) -> StepStats:
         """Takes one training step, `since_push` steps after `version` was written."""
-        return await self._ask(Step(tuple(groups), version, since_push, tokens_file), StepStats)
+        shares, sizes = await asyncio.to_thread(self._packer.step, groups), tuple(map(len, groups))
+        return await self._ask(StepStats, *(Step(share, version, since_push, tokens_file, sizes) for share in shares))
 
     async def logprobs(self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Logprobs:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
-        return await self._ask(ComputeLogprobs(tuple(map(tuple, rows)), temperature), tuple)
+        return await self._ask(tuple, ComputeLogprobs(tuple(map(tuple, rows)), temperature))
 
     async def write_version(self, path: Path | None, *, push: bool = True) -> float:
         """Writes the weights to a safetensors file, if `path` is given; returns its seconds.
 
         `push` counts the write as a push.
         """
-        return await self._ask(WriteVersion(None if path is None else str(path), push), float)
+        return await self._ask(float, WriteVersion(None if path is None else str(path), push))
 
     async def save(self, directory: Path) -> float:
         """Writes weights, optimizer and counters into an existing directory; returns its seconds."""
-        return await self._ask(SaveCheckpoint(str(directory)), float)
+        return await self._ask(float, SaveCheckpoint(str(directory)))
 
     async def load(self, directory: Path) -> float:
         """Loads weights, optimizer and counters that `save` wrote; returns its seconds."""
-        return await self._ask(LoadCheckpoint(str(directory)), float)
+        return await self._ask(float, LoadCheckpoint(str(directory)))
 
-    async def _ask(self, request: Request, kind: type[V]) -> V:
+    async def _ask(self, kind: type[V], *requests: Request) -> V:
+        """Answer of the first rank to its request, or to the one for all, once all have answered."""
+        given = requests if len(requests) > 1 else requests * len(self.ranks)
+        asking = [
+            asyncio.create_task(self._asked(rank, one), name=f"{type(one).__name__} of rank {index}")
+            for index, (rank, one) in enumerate(zip(self.ranks, given, strict=True))
+        ]
         try:
-            frame = await self._child.ask(wire.encode(request), self._timeout_s)
+            done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
+            for task in asking:
+                if task in done and (error := task.exception()):
+                    raise error
+            answers = [task.result() for task in asking]
+        finally:
+            for task in asking:
+                task.cancel()
+        name, failed = type(given[0]).__name__, [one for one in answers if isinstance(one, TrainerFailed)]
+        if failed:
+            first = next((one for one in failed if one.reason != OTHER_RANK), failed[0])
+            raise TrainerError(f"the trainer refused {name}: {first.reason}")
+        assert isinstance(answers[0], Done)
+        assert isinstance(answers[0].value, kind)
+        return answers[0].value
+
+    async def _asked(self, rank: Rank, request: Request) -> Answer:
+        try:
+            return await rank.ask(request, self._timeout_s)
         except TimeoutError:
-            raise ChildDied(
-                f"the trainer process has not answered {type(request).__name__} for {self._timeout_s:g} s; {ADVICE}"
-            ) from None
-        answer = answer_from(frame)
-        if isinstance(answer, TrainerFailed):
-            raise TrainerError(f"the trainer refused {type(request).__name__}: {answer.reason}")
-        assert isinstance(answer.value, kind)
-        return answer.value
+            name = type(request).__name__
+            why = f"the trainer process has not answered {name} for {self._timeout_s:g} s; {ADVICE}"
+            raise ChildDied(why) from None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -123,62 +199,38 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(prog="shoal.trainer.worker")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
-    parser.add_argument("--meeting", type=Path)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks-per-host", type=int, help="replicates the weights over hosts; shards them over all")
+    parser.add_argument("--master", help="HOST:PORT of the first rank")
     options = parser.parse_args(arguments)
-    server = Server(options.rank, options.meeting)
+    from shoal.trainer.ranks import Ranks
+
+    server = Server(Ranks(options.rank, options.ranks, options.ranks_per_host), options.master)
     with socket.socket(fileno=options.fd) as connection:
         serve(connection, lambda frame: [wire.encode(server.answer(frame))])
-    server.end()
 
 
 class Server:
-    """One rank of the trainer. The first rank starts the others when `StartTrainer` says how many."""
+    """One rank of the trainer; `master` is the address at which ranks meet, if there are several."""
 
-    def __init__(self, rank: int, meeting: Path | None) -> None:
-        """`meeting` is the file through which other ranks than the first find each other."""
-        self._rank, self._meeting = rank, meeting
-        self._followers: Followers | None = None
+    def __init__(self, ranks: "Ranks", master: str | None) -> None:
+        self._ranks, self._master = ranks, master
         self._trainer: Trainer | None = None
 
     def answer(self, frame: bytes) -> Answer:
-        """Answers a request as all ranks agree."""
-        try:
-            request = request_from(frame)
-            if isinstance(request, StartTrainer) and not self._rank:
-                self._start_followers(request)
-            if self._followers is not None:
-                self._followers.send(frame)
-        except (ShoalError, RuntimeError, OSError) as error:
-            return _failed(error)
-        own = self._own_answer(request)
-        return own if self._followers is None else self._followers.agreed(own)
-
-    def _own_answer(self, request: Request) -> Answer:
+        """Answers a request."""
         started = time.perf_counter()
         try:
+            request = request_from(frame)
             if isinstance(request, StartTrainer):
-                self._trainer = start(request, self._rank, self._meeting)
-            elif (value := answer_to(request, self._trainer)) is not None:
-                return Done(value)
-            return Done(time.perf_counter() - started)
+                if self._master is not None:
+                    self._ranks.meet(self._master, ModelConfig.model_validate_json(request.model_json).device)
+                self._trainer = start(request, self._ranks)
+                return Done(float(self._trainer.tokens_per_microbatch))
+            value = answer_to(request, self._trainer)
+            return Done(time.perf_counter() - started if value is None else value)
         except (ShoalError, RuntimeError, ValueError, OSError, MemoryError) as error:
             return _failed(error)
-
-    def _start_followers(self, request: StartTrainer) -> None:
-        from shoal.trainer.ranks import Followers, leave
-
-        self.end()  # of a `StartTrainer` that failed
-        leave()
-        count = TrainConfig.model_validate_json(request.train_json).ranks
-        if count > 1:
-            self._followers = Followers(count)
-            self._meeting = self._followers.meeting
-
-    def end(self) -> None:
-        """Ends the other ranks."""
-        if self._followers is not None:
-            self._followers.end()
-            self._followers = None
 
 
 def _failed(error: Exception) -> TrainerFailed:
@@ -189,18 +241,15 @@ def _failed(error: Exception) -> TrainerFailed:
     return TrainerFailed(f"{type(error).__name__}: {error}")
 
 
-def start(request: StartTrainer, rank: int, meeting: Path | None) -> "Trainer":
-    """Creates the trainer that a `StartTrainer` describes, once all ranks are there; they share the threads."""
+def start(request: StartTrainer, ranks: "Ranks") -> "Trainer":
+    """Creates the trainer that a `StartTrainer` describes."""
     import torch
 
-    from shoal.model.loading import resolve_device
-    from shoal.trainer.ranks import ALONE, join
     from shoal.trainer.trainer import Trainer
 
+    torch.set_num_threads(request.threads)
     model = ModelConfig.model_validate_json(request.model_json)
     train = TrainConfig.model_validate_json(request.train_json)
-    ranks = join(rank, train.ranks, meeting, resolve_device(model.device)) if meeting else ALONE
-    torch.set_num_threads(max(1, request.threads // ranks.count))
     rollout = (request.temperature, request.max_tokens)
     return Trainer(request.model_path, model, train, *rollout, ranks=ranks)
 
@@ -210,8 +259,8 @@ def answer_to(request: Request, trainer: "Trainer | None") -> StepStats | Logpro
     if trainer is None:
         raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
     match request:
-        case Step(groups, version, since_push, tokens_file):
-            return trainer.step(groups, version, since_push, tokens_file=tokens_file)
+        case Step():
+            return trainer.carry_out(request)
         case ComputeLogprobs(rows, temperature):
             return tuple(map(tuple, trainer.logprobs(rows, temperature)))
         case WriteVersion(path, push):

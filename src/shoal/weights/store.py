@@ -47,6 +47,10 @@ class WeightStore:
             unfinished.mkdir()
         return unfinished
 
+    def directory_of(self, version: int) -> Path:
+        """Folder of a sealed Version."""
+        return self._directory / f"v{version}"
+
     def seal(self, version: int) -> WrittenVersion:
         """Renames a begun directory to its Version, replacing an older one. Raises `RunDirError`."""
         unfinished, final = self._directory / f"v{version}.unfinished", self._directory / f"v{version}"

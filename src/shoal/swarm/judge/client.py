@@ -13,8 +13,8 @@ from shoal.errors import EngineError, EngineUnavailable, JudgeError, TaskError, 
 from shoal.interfaces import Scorer
 from shoal.model.answer import written
 from shoal.net.client import ONCE, exchange, words
+from shoal.net.identity import Identity
 from shoal.swarm.answerers import ChatModel
-from shoal.swarm.identity import Identity
 from shoal.swarm.judge.judging import draw_questions, grade
 from shoal.swarm.judge.messages import (
     MOST_ANSWER_CHARACTERS,

@@ -14,8 +14,8 @@ from typing import TypeVar
 from shoal import wire
 from shoal.errors import ConfigError, TaskError, WireError
 from shoal.interfaces import Scorer
+from shoal.net.identity import Identity
 from shoal.net.server import Refused
-from shoal.swarm.identity import Identity
 from shoal.swarm.judge.messages import (
     MOST_BYTES,
     Answers,

@@ -1,0 +1,14 @@
+"""The demo's questions as a task service, for a run on several hosts."""
+
+import random
+
+from reasoning_gym import create_dataset
+
+from shoal.tasks.sdk import Question, task
+
+
+@task("words")
+def words(rng: random.Random) -> Question:
+    """A word of three to five letters, to be spelled backward."""
+    drawn = create_dataset("spell_backward", size=1, seed=rng.getrandbits(31), min_word_len=3, max_word_len=5)[0]
+    return Question(drawn["question"], answer=drawn["answer"], scorer="exact")

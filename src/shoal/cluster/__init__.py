@@ -1,0 +1,1 @@
+"""A run beyond one machine: the registry of its roles, and the commands that join it."""

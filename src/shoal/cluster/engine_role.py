@@ -1,0 +1,223 @@
+"""`shoal engine join`: an engine of this host serves a run of another.
+
+    the run  <--lease--  this process  --loopback-->  the engine: Shoal's own, or a command such as `vllm serve`
+       '------HTTP, with its own token----^
+
+This process speaks Shoal's engine protocol to the run, pulls each Version to this host's disk, and has the engine load
+it from there. The engine itself listens on loopback only, and no route takes a path.
+"""
+
+import asyncio
+import secrets
+import shlex
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from shoal.cluster.joining import OtherRun, hold_lease, run_info
+from shoal.cluster.registry import EngineRole, RunInfo
+from shoal.config import EngineConfig, ModelConfig
+from shoal.engine import protocol
+from shoal.engine.detect_server import connect
+from shoal.engine.launch import engine_child
+from shoal.engine.replica import PoolEngine
+from shoal.errors import ChildDied, EngineUnavailable, RequestRefused
+from shoal.net.client import Client
+from shoal.net.command import Command
+from shoal.net.listening import free_port, listening_socket, own_address, tls_files, url_of
+from shoal.net.process import Child, cores
+from shoal.net.server import HANDLERS, QuietServer, body, decoded, disconnected, guarded, json, uvicorn_config
+from shoal.weights.pull import VersionPuller
+from shoal.weights.store import FILE
+
+START_TIMEOUT_S = 900.0
+ASK_AGAIN_S = 1.0
+STOP_GRACE_S = 2
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHost:
+    """Options of `shoal engine join`."""
+
+    url: str
+    """The run's."""
+    token: str
+    folder: Path
+    """Where models, Versions and logs are kept."""
+    command: Sequence[str] = ()
+    """Server of another project; `{model}` and `{port}` in it are replaced. Shoal's own engine when empty."""
+    host: str = ""
+    """Address to listen at; the one by which this host reaches the run when empty."""
+    port: int = 0
+    device: str = ""
+    threads: int = 0
+
+    async def run(self, announce: Callable[[str], None]) -> None:
+        """Serves until it is cancelled; a later run at the same URL is served too. Raises a `ShoalError`."""
+        while True:
+            client = Client(self.url, token=self.token)
+            try:
+                info = await run_info(client)
+                puller = VersionPuller(client, self.folder / info.key.hex()[:16], info.key)
+                try:
+                    model_dir = await puller.pull(0)
+                except EngineUnavailable as error:  # the run has ended meanwhile, or another one began
+                    announce(str(error))
+                    await asyncio.sleep(ASK_AGAIN_S)
+                    continue
+                with suppress(OtherRun):
+                    async with self._engine(info, model_dir) as (engine, died):
+                        await self._serve(engine, died, puller, info.key, announce)
+            finally:
+                await client.aclose()
+
+    async def _serve(
+        self,
+        engine: PoolEngine,
+        died: "asyncio.Task[str]",
+        puller: VersionPuller,
+        key: bytes,
+        announce: Callable[[str], None],
+    ) -> None:
+        """Serves the engine and holds its lease. Raises `ChildDied` when the engine ends."""
+        token, tls = secrets.token_urlsafe(24), tls_files()
+        with listening_socket(self.host or own_address(self.url), self.port) as listening:
+            front = EngineFront(engine, puller, token)
+            server = QuietServer(uvicorn_config(front.app, idle_s=600, grace_s=1, tls=tls))
+            serving = asyncio.create_task(server.serve(sockets=[listening]), name="engine front")
+            role = EngineRole(url_of(listening, tls), token)
+            leased = asyncio.create_task(hold_lease(self.url, self.token, role, key, announce), name="lease")
+            try:
+                await asyncio.wait({died, serving, leased}, return_when=asyncio.FIRST_COMPLETED)
+                if died.done():
+                    raise ChildDied(died.result())
+                await leased
+            finally:
+                leased.cancel()
+                await asyncio.wait({leased})
+                server.should_exit = True
+                await serving
+
+    @asynccontextmanager
+    async def _engine(self, info: RunInfo, model_dir: Path) -> "AsyncIterator[tuple[PoolEngine, asyncio.Task[str]]]":
+        """Starts the engine; the task ends with it, and has the reason."""
+        settings, log = EngineConfig.model_validate_json(info.engine_json), self.folder / "engine.log"
+        if not self.command:
+            model = ModelConfig.model_validate_json(info.model_json)
+            child = engine_child(
+                model_dir,
+                settings,
+                model.model_copy(update={"device": self.device or model.device}),
+                max_model_len=info.max_model_len,
+                threads=self.threads or cores(),
+                log=log,
+                weights=model_dir.parent,
+            )
+            async with child, aclosing(await child.serving(START_TIMEOUT_S)) as own:
+                died = asyncio.create_task(_how(child), name="engine process")
+                yield own, died
+                died.cancel()
+            return
+        port = free_port()
+        words = [word.replace("{model}", str(model_dir)).replace("{port}", str(port)) for word in self.command]
+        async with Command(words, log) as command:
+            died = asyncio.create_task(command.died(), name=shlex.join(self.command)[:40])
+            connecting = asyncio.create_task(self._connected(port, settings, model_dir, info), name="engine start")
+            await asyncio.wait({died, connecting}, return_when=asyncio.FIRST_COMPLETED, timeout=START_TIMEOUT_S)
+            if not connecting.done():
+                connecting.cancel()
+                why = died.result() if died.done() else f"it does not answer on port {port} in {START_TIMEOUT_S:g} s"
+                raise ChildDied(f"{shlex.join(words)}: {why}")
+            engine = connecting.result()
+            try:
+                yield engine, died
+            finally:
+                died.cancel()
+                await engine.aclose()
+
+    async def _connected(self, port: int, settings: EngineConfig, model_dir: Path, info: RunInfo) -> PoolEngine:
+        """The engine that the command serves, once it answers."""
+        while True:
+            try:
+                return await connect(
+                    f"http://127.0.0.1:{port}",
+                    on_update=settings.on_update,
+                    model_dir=model_dir,
+                    sampling=info.sampling,
+                )
+            except EngineUnavailable:
+                await asyncio.sleep(ASK_AGAIN_S)
+
+
+async def _how(child: Child) -> str:
+    return str(await child.died())
+
+
+class EngineFront:
+    """Shoal's engine protocol before an engine of this host, which loads Versions that are pulled first."""
+
+    def __init__(self, engine: PoolEngine, puller: VersionPuller, token: str) -> None:
+        self._engine, self._puller = engine, puller
+        routes = [
+            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+            Route("/score", self._score, methods=["POST"]),
+            Route("/abort_requests", self._abort, methods=["POST"]),
+            Route("/update_weights", self._update, methods=["POST"]),
+            Route("/health", self._health),
+            Route("/info", self._info),
+        ]
+        guard = Middleware(guarded, token=token)
+        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict(HANDLERS))
+
+    async def _generate(self, http: Request) -> Response:
+        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.GenerateRequest)
+        params = asked.sampling_params
+        sampling = protocol.sampling_of(params)
+        answering = asyncio.create_task(
+            self._engine.generate(asked.token_ids, sampling, n=params.n, priority=asked.priority)
+        )
+        gone = asyncio.create_task(disconnected(http))
+        try:
+            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                return Response(status_code=protocol.CLIENT_GONE)
+            completions = answering.result()
+        finally:
+            gone.cancel()
+            answering.cancel()
+        choices = [
+            protocol.choice_of(index, one.token_ids, one.logprobs, one.versions, one.finish_reason)
+            for index, one in enumerate(completions)
+        ]
+        return json(protocol.GenerateResponse(choices, asked.request_id))
+
+    async def _score(self, http: Request) -> Response:
+        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.LogprobsRequest)
+        return json(protocol.ScoreResponse(await self._engine.score(asked.token_ids)))
+
+    async def _abort(self, _: Request) -> Response:
+        await self._engine.abort()
+        return json({})
+
+    async def _update(self, http: Request) -> Response:
+        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.UpdateWeightsRequest)
+        if asked.path:
+            raise RequestRefused("path: expected none, this engine pulls its versions")
+        directory = await self._puller.pull(asked.version)
+        await self._engine.update_weights(asked.version, directory if asked.version == 0 else directory / FILE)
+        self._puller.remove_before(asked.version)
+        return json(protocol.WeightInfo(asked.version, ""))
+
+    async def _health(self, _: Request) -> Response:
+        await self._engine.alive()
+        return json({"status": "ok"})
+
+    async def _info(self, _: Request) -> Response:
+        return json(await self._engine.info())

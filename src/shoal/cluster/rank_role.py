@@ -1,0 +1,175 @@
+"""`shoal trainer join`: a rank of the trainer on this host, for a run of another.
+
+    the run  <--lease, requests, answers--  this process  --socket-->  python -m shoal.trainer.worker
+                                                                          '--TCP--> the other ranks
+
+The model, checkpoints and Versions pass as files into and out of a temporary folder of this host.
+"""
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from shoal import wire
+from shoal.cluster.files import NAME, fetch_files, send_files
+from shoal.cluster.gang import NUMBER
+from shoal.cluster.joining import ASK_AGAIN_S, OtherRun, hold_lease, run_info
+from shoal.cluster.registry import Gathered, RankRole
+from shoal.errors import ChildDied, EngineUnavailable, ShoalError, WireError
+from shoal.net.client import Client
+from shoal.net.listening import free_port, own_address
+from shoal.net.process import Child, cores, cpu_ticks, torch_environment
+from shoal.trainer.messages import (
+    ANSWER_TIMEOUT_S,
+    Answer,
+    LoadCheckpoint,
+    Request,
+    SaveCheckpoint,
+    StartTrainer,
+    TrainerFailed,
+    WriteVersion,
+    answer_from,
+    request_from,
+)
+from shoal.weights.pull import VersionPuller
+
+BEAT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankHost:
+    """Options of `shoal trainer join`; the variables of a launcher number the rank."""
+
+    url: str
+    token: str
+    folder: Path
+    host: str = ""
+    """Address at which other ranks reach this one; the one by which this host reaches the run when empty."""
+    threads: int = 0
+    gpu: str = ""
+
+    async def run(self, announce: Callable[[str], None]) -> None:
+        """Works until it is cancelled, in one gang after another. Raises a `ShoalError`."""
+        while True:
+            client = Client(self.url, token=self.token)
+            try:
+                info = await run_info(client)
+                try:
+                    model_dir = await VersionPuller(client, self.folder / info.key.hex()[:16], info.key).pull(0)
+                except EngineUnavailable as error:  # the run has ended meanwhile, or another one began
+                    announce(str(error))
+                    await asyncio.sleep(ASK_AGAIN_S)
+                    continue
+                with suppress(OtherRun):
+                    link = _Link(self, client, model_dir)
+                    await hold_lease(self.url, self.token, self._role(), info.key, announce, link.connected)
+            finally:
+                await client.aclose()
+
+    def _role(self) -> RankRole:
+        given = os.environ
+        address, port = self.host or own_address(self.url), 0
+        if given.get("RANK") == "0" and "MASTER_ADDR" in given:
+            address, port = given["MASTER_ADDR"], int(given.get("MASTER_PORT", "0"))
+        rank, ranks = (int(given[name]) if name in given else None for name in ("RANK", "WORLD_SIZE"))
+        return RankRole(address, port or free_port(own_address(self.url)), rank, ranks)
+
+
+class _Link:
+    """The worker process of a rank, and what passes between it and the run."""
+
+    def __init__(self, host: RankHost, client: Client, model_dir: Path) -> None:
+        self._host, self._client, self._model_dir = host, client, model_dir
+        self._work = host.folder / f"work-{os.getpid()}"
+
+    @asynccontextmanager
+    async def connected(
+        self, socket: aiohttp.ClientWebSocketResponse
+    ) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+        """Takes the messages of one connection, with which the worker ends."""
+        frames: asyncio.Queue[bytes] = asyncio.Queue()
+        working: list[asyncio.Task[None]] = []
+
+        async def take(message: bytes) -> None:
+            if working:
+                frames.put_nowait(message)
+            else:
+                word = msgspec.json.decode(message, type=Gathered)
+                working.append(asyncio.create_task(self._serve(word, socket, frames), name=f"rank {word.rank}"))
+                working[0].add_done_callback(lambda _: asyncio.ensure_future(socket.close()))
+
+        try:
+            yield take
+        finally:
+            for task in working:
+                task.cancel()
+            await asyncio.gather(*working, return_exceptions=True)
+            await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+
+    async def _serve(
+        self, word: Gathered, socket: aiohttp.ClientWebSocketResponse, frames: "asyncio.Queue[bytes]"
+    ) -> None:
+        """Starts the worker, and answers each request; ends with the worker."""
+        where = [f"--rank={word.rank}", f"--ranks={word.ranks}", f"--master={word.master}"]
+        if word.per_host is not None:
+            where.append(f"--ranks-per-host={word.per_host}")
+        environment = torch_environment(self._host.threads or cores(), [self._host.gpu] if self._host.gpu else [])
+        log = self._host.folder / f"trainer-{word.rank}.log"
+        child = Child(f"trainer rank {word.rank}", "shoal.trainer.worker", where, log, environment)
+        with suppress(ChildDied, ConnectionError):  # the run sees that the rank is gone
+            async with child, asyncio.TaskGroup() as tasks:
+                beating = tasks.create_task(_beat(socket, child), name="heartbeat")
+                while not child.closed():
+                    frame = await frames.get()
+                    answer = await self._answer(child, frame[NUMBER.size :], first=word.rank == 0)
+                    await socket.send_bytes(frame[: NUMBER.size] + wire.encode(answer))
+                beating.cancel()
+
+    async def _answer(self, child: Child, frame: bytes, *, first: bool) -> Answer:
+        try:
+            request = await asyncio.to_thread(request_from, frame)
+            ticket, request = self._with_paths(request)
+            if ticket:
+                await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+                self._work.mkdir(parents=True)
+            if isinstance(request, LoadCheckpoint):
+                await fetch_files(self._client, ticket, self._work)
+            answer = answer_from(await child.ask(wire.encode(request), ANSWER_TIMEOUT_S))
+            if ticket and first and not isinstance(request, LoadCheckpoint | TrainerFailed):
+                await send_files(self._client, ticket, self._work)
+        except ChildDied:
+            raise
+        except (ShoalError, OSError) as error:
+            return TrainerFailed(f"{type(error).__name__}: {error}")
+        return answer
+
+    def _with_paths(self, request: Request) -> tuple[str, Request]:
+        """Ticket of a request's files, if it has any, and the request with paths of this host."""
+        match request:
+            case StartTrainer():
+                here = {"model_path": str(self._model_dir), "threads": self._host.threads or cores()}
+                return "", msgspec.structs.replace(request, **here)
+            case WriteVersion(str(path), push):
+                ticket, _, name = path.partition("/")
+                if not NAME.fullmatch(name):
+                    raise WireError(f"expected the name of a file, got {name[:80]!r}")
+                return ticket, WriteVersion(str(self._work / name), push)
+            case SaveCheckpoint(ticket):
+                return ticket, SaveCheckpoint(str(self._work))
+            case LoadCheckpoint(ticket):
+                return ticket, LoadCheckpoint(str(self._work))
+        return "", request
+
+
+async def _beat(socket: aiohttp.ClientWebSocketResponse, child: Child) -> None:
+    """Tells the run again and again how much the worker has computed."""
+    while True:
+        await socket.send_bytes(NUMBER.pack(0) + NUMBER.pack(cpu_ticks(child.pid)))
+        await asyncio.sleep(BEAT_S)

@@ -1,0 +1,52 @@
+"""`shoal rewards serve --run RUN_URL`: a scorer of this host, for a run of another."""
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.cluster.joining import OtherRun, hold_lease, run_info
+from shoal.cluster.registry import RewardsRole
+from shoal.config import RewardConfig
+from shoal.net.client import Client
+from shoal.net.listening import listening_socket, own_address, tls_files, url_of
+from shoal.net.server import QuietServer, uvicorn_config
+from shoal.reward.server import RewardServer
+from shoal.reward.service import RewardService
+
+
+@dataclass(frozen=True, slots=True)
+class RewardsHost:
+    """Options of `shoal rewards serve --run`."""
+
+    url: str
+    token: str
+    config: RewardConfig
+    log: Path
+
+    async def run(self, announce: Callable[[str], None]) -> None:
+        """Scores until it is cancelled, for one run after another at the same URL. Raises a `ShoalError`."""
+        token = secrets.token_urlsafe(24)
+        async with RewardService(self.config, self.log) as service:
+            tls = tls_files()
+            with listening_socket(own_address(self.url), 0) as listening:
+                server = QuietServer(uvicorn_config(RewardServer(service, token=token).app, grace_s=1, tls=tls))
+                serving = asyncio.create_task(server.serve(sockets=[listening]), name="rewards")
+                try:
+                    while True:
+                        await self._lease(RewardsRole(url_of(listening, tls), token), announce)
+                finally:
+                    server.should_exit = True
+                    await serving
+
+    async def _lease(self, role: RewardsRole, announce: Callable[[str], None]) -> None:
+        """Holds the lease of one run."""
+        client = Client(self.url, token=self.token)
+        try:
+            info = await run_info(client)
+        finally:
+            await client.aclose()
+        with suppress(OtherRun):
+            await hold_lease(self.url, self.token, role, info.key, announce)

@@ -1,0 +1,76 @@
+"""Section `[cluster]`: roles of other hosts."""
+
+import re
+from collections.abc import Iterator
+
+from pydantic import Field, field_validator
+
+from shoal.config.section import Section
+from shoal.config.training import TrainConfig
+
+
+class TrainerPlaces(Section):
+    """Hosts of the trainer's ranks."""
+
+    hosts: int = Field(1, ge=1, le=1024, description="Hosts; each has a copy of the weights.")
+    gpus: int = Field(0, ge=0, le=64, description="Ranks of each host, one to a GPU; 0 is one rank on the CPU.")
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in all."""
+        return self.hosts * max(self.gpus, 1)
+
+    @property
+    def per_host(self) -> int | None:
+        """Ranks that shard the weights of a host; None when all ranks do."""
+        return self.gpus if self.hosts > 1 and self.gpus > 1 else None
+
+
+class EnginePlaces(Section):
+    """Engines that Ray places."""
+
+    count: int = Field(1, ge=1, le=1024, description="Engines.")
+    gpus: int = Field(0, ge=0, le=64, description="GPUs of each engine.")
+    command: list[str] = Field(
+        [], description="Server of another project, as in `shoal engine join URL -- COMMAND`; own engines when empty."
+    )
+
+
+class ClusterConfig(Section):
+    """Roles of other hosts, which join the run while it goes on. See docs/cluster.md."""
+
+    listen: str = Field(
+        "", description="HOST:PORT where engines, scorers, ranks and tasks register; nothing does when empty."
+    )
+    address: str = Field(
+        "", description="Ray cluster that starts the roles below: auto or HOST:PORT; others start them when empty."
+    )
+    engines: EnginePlaces | None = Field(None, description="Engines that Ray starts, besides engine.count here.")
+    rewards: int = Field(0, ge=0, le=1024, description="Scorers that Ray starts; they need reward.workers = 0.")
+    spread: bool = Field(True, description="Whether Ray spreads engines and scorers over hosts, or fills hosts first.")
+    trainer: TrainerPlaces | None = Field(
+        None,
+        description="Hosts and GPUs of ranks that join the run; without it train.ranks start on this host.",
+    )
+
+    @field_validator("listen")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value and not re.fullmatch(r".+:\d{1,5}", value):
+            raise ValueError(f"expected HOST:PORT, got {value!r}")
+        return value
+
+    def complaints(self, train: TrainConfig, workers: int) -> Iterator[str]:
+        """Complaints about roles that could not join or would not be started; `workers` score on the run's host."""
+        if self.trainer is not None and not self.listen:
+            yield "cluster.trainer: expected cluster.listen too, where ranks join, got none"
+        if self.trainer is not None and train.ranks not in (1, self.trainer.ranks):
+            yield f"train.ranks: expected {self.trainer.ranks}, as cluster.trainer has it, got {train.ranks}"
+        if self.trainer is not None and train.teacher is not None:
+            yield "train.teacher: expected none with cluster.trainer, whose hosts get the trained model only"
+        if (self.engines is not None or self.rewards > 0) and not self.address:
+            yield "cluster.engines: expected cluster.address too, the Ray cluster that starts them, got none"
+        if self.address and (not self.listen or self.listen.endswith(":0")):
+            yield "cluster.address: expected cluster.listen = HOST:PORT too, where what Ray starts joins, got none"
+        if self.rewards and workers:
+            yield f"reward.workers: expected 0 with cluster.rewards, got {workers}"

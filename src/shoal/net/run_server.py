@@ -1,0 +1,123 @@
+"""The HTTP server of a run, in a thread of its own: a busy event loop of the main process delays no ping there.
+
+Rooms add their routes. A role of a run is a process that holds a WebSocket open here: the connection is its lease.
+"""
+
+import asyncio
+import threading
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.routing import BaseRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
+
+from shoal.errors import ConfigError, ShoalError
+from shoal.net.client import LEASE_S, TOKEN_VARIABLE
+from shoal.net.listening import is_loopback, listening_socket, tls_files, url_of
+from shoal.net.server import HANDLERS, decoded, guarded, uvicorn_config
+
+STOP_GRACE_S = 1
+
+R = TypeVar("R")
+
+
+class RunServer:
+    """Routes on an event loop of their own. As a context manager it listens, in a thread."""
+
+    def __init__(
+        self,
+        routes: Sequence[BaseRoute] = (),
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        token: str = "",
+        free: Collection[str] = (),
+        lease_s: float = LEASE_S,
+    ) -> None:
+        """With a `token`, every request but those of `free` paths must carry it.
+
+        Raises `ConfigError` when others reach `host` without one.
+        """
+        if not is_loopback(host) and not token:
+            raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token of their own")
+        self.token, self._at, self._lease_s = token, (host, port), lease_s
+        guard = Middleware(guarded, token=token, free=free, host=host)
+        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict(HANDLERS))
+
+    def add(self, routes: Sequence[BaseRoute]) -> None:
+        """Adds routes, also while the server listens."""
+        self.app.router.routes.extend(routes)
+
+    def __enter__(self) -> Self:
+        tls = tls_files()
+        self._listening = listening_socket(*self._at)
+        self.url = url_of(self._listening, tls)
+        self.loop = asyncio.new_event_loop()
+        config = uvicorn_config(self.app, grace_s=STOP_GRACE_S, silence_s=self._lease_s, tls=tls)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._serve, name="run server", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Ends the thread; roles go on trying to connect."""
+        self._server.should_exit = True
+        self._thread.join()
+
+    def _serve(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self._server.serve(sockets=[self._listening]))
+
+    def wait(self, doing: Coroutine[Any, Any, R]) -> R:
+        """The result of a coroutine on the server's loop, for any other thread; blocks."""
+        return asyncio.run_coroutine_threadsafe(doing, self.loop).result()
+
+    async def done(self, doing: Coroutine[Any, Any, R]) -> R:
+        """The result of a coroutine on the server's loop, for another event loop."""
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self.loop))
+
+    async def lease(
+        self,
+        socket: WebSocket,
+        hello: type[R],
+        registered: Callable[[R, WebSocket], AbstractAsyncContextManager[Callable[[bytes], object]]],
+        refused: Callable[[Exception], object],
+    ) -> None:
+        """Holds the connection of one role from its first message to its last.
+
+        `registered` takes the first message; what it gives takes each later one, and it is left with the connection.
+        Both raise a `ShoalError` for what the run does not want: the role then gets what `refused` makes of the error.
+        """
+        await socket.accept()
+        try:
+            async with asyncio.timeout(self._lease_s):
+                first = decoded(await _message(socket), hello)
+            async with registered(first, socket) as received:
+                while True:
+                    received(await _message(socket))
+        except (ShoalError, TimeoutError) as error:
+            await send(socket, refused(error))
+            await socket.close()
+        except WebSocketDisconnect:
+            return
+
+
+async def _message(socket: WebSocket) -> bytes:
+    """The next message. Raises `WebSocketDisconnect`."""
+    given = await socket.receive()
+    if given["type"] == "websocket.disconnect":
+        raise WebSocketDisconnect
+    return given.get("bytes") or (given.get("text") or "").encode()
+
+
+async def send(socket: WebSocket, message: object) -> None:
+    """Sends a message as JSON text."""
+    await socket.send_text(msgspec.json.encode(message).decode())

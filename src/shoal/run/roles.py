@@ -1,0 +1,127 @@
+"""The registry of a run, opened where `cluster.listen` says: roles of other hosts join there, and pull Versions.
+
+The run's token is in the environment, or is made and kept in the run directory, as is the key that signs manifests.
+"""
+
+import asyncio
+import os
+import secrets
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from shoal.cluster.files import FileShelf
+from shoal.cluster.gang import Gang
+from shoal.cluster.on_ray import RayPlan, started
+from shoal.cluster.registry import RankRole, Roles, RunInfo
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.net.client import TOKEN_VARIABLE
+from shoal.net.identity import Identity
+from shoal.net.listening import tls_files
+from shoal.net.run_server import RunServer
+from shoal.observe.metrics import Trackers
+from shoal.run.backup import KEY_FILE
+from shoal.run.prepared import Prepared, sampling_of
+from shoal.trainer.worker import Rank, local_ranks
+from shoal.weights.serving import VersionServer
+from shoal.weights.store import WeightStore
+
+TOKEN_FILE = "run.token"
+
+
+def run_token(config: Config) -> str:
+    """Token of a run: the user's, else that of the resumed run, else a new one; empty when nobody registers."""
+    if not config.cluster.listen:
+        return ""
+    kept = Path(config.run_dir) / TOKEN_FILE
+    return os.environ.get(TOKEN_VARIABLE) or (kept.read_text() if kept.exists() else secrets.token_urlsafe(24))
+
+
+@contextmanager
+def launched(config: Config, token: str) -> Iterator[None]:
+    """Has Ray start the roles of `cluster`, and keep them, within the block; does nothing without a Ray cluster.
+
+    Raises `ConfigError` when Ray is not installed.
+    """
+    cluster = config.cluster
+    if not cluster.address:
+        yield
+        return
+    if find_spec("ray") is None:
+        raise ConfigError("cluster.address: expected the package ray, which 'shoal[cluster]' brings, got none")
+    ranks, engines = cluster.trainer, cluster.engines
+    plan = RayPlan(
+        cluster.address,
+        f"{'https' if tls_files() else 'http'}://{cluster.listen}",
+        str(Path(config.run_dir).absolute() / "logs"),
+        cluster.spread,
+        hosts=ranks.hosts if ranks else 0,
+        gpus=ranks.gpus if ranks else 0,
+        engines=engines.count if engines else 0,
+        engine_gpus=engines.gpus if engines else 0,
+        engine_command=engines.command if engines else [],
+        rewards=cluster.rewards,
+    )
+    with started(plan, token):
+        yield
+
+
+@asynccontextmanager
+async def opened_roles(
+    config: Config, prepared: Prepared, store: WeightStore, trackers: Trackers
+) -> AsyncIterator[Roles | None]:
+    """Opens the registry and serves Versions; None when no role of another host may join."""
+    if config.services_at is None or not config.cluster.listen:
+        yield None
+        return
+    run_dir, (host, port) = Path(config.run_dir), config.services_at
+    _keep(run_dir / TOKEN_FILE, prepared.token)
+    identity = Identity.load(run_dir / KEY_FILE)
+    info = RunInfo(
+        identity.public_key,
+        config.model.model_dump_json(),
+        config.engine.model_dump_json(),
+        sampling_of(config, prepared),
+        prepared.max_model_len,
+    )
+    shared: RunServer | None = getattr(prepared.service, "task_server", None)
+    own = RunServer(host=host, port=port, token=prepared.token)
+    server = shared or own.__enter__()
+    try:
+        shelf = FileShelf()
+        server.add([*VersionServer(store, prepared.model_dir, identity).routes, *shelf.routes])
+        roles = Roles(server, info, shelf, lambda name, state: trackers.log_event("role", role=name, state=state))
+        trackers.log_event("roles", url=server.url, token_file=str(run_dir / TOKEN_FILE))
+        yield roles
+        roles.shut()
+    finally:
+        if shared is None:
+            await asyncio.to_thread(own.__exit__, None, None, None)
+
+
+@asynccontextmanager
+async def trainer_ranks(
+    config: Config, prepared: Prepared, threads: int, roles: Roles | None
+) -> AsyncIterator[Sequence[Rank]]:
+    """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`."""
+    places = config.cluster.trainer
+    if places is None or roles is None:
+        log = Path(config.run_dir) / "logs" / "trainer.log"
+        async with local_ranks(log, threads, config.train.ranks, prepared.devices.ranks) as own:
+            yield own
+        return
+    gang = Gang(places.ranks, places.per_host, roles.shelf)
+    roles.open(RankRole, gang)
+    try:
+        async with gang.ranks() as joined:
+            yield joined
+    finally:
+        roles.close(RankRole)
+
+
+def _keep(path: Path, token: str) -> None:
+    """Writes the token where only its owner reads it."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(token)

@@ -1,0 +1,161 @@
+"""Pull of Versions onto the disk of another host than the run's.
+
+A Version lies in a folder of its own as in the run directory. Shards that the newest Version here has as well are
+copied; of others the difference is fetched, or the whole. Each is checked by its hash before it is written: a
+difference that does not fit, from a damaged or an outdated copy, is replaced by the whole shard.
+"""
+
+import asyncio
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import EngineUnavailable, RequestRefused, WireError
+from shoal.files import sync
+from shoal.net.client import Client, words
+from shoal.weights.manifest import SHARD_BYTES, Manifest, SignedManifest, VersionFile, WeightShard, decoded, digest_of
+
+AT_ONCE = 4
+"""Shards fetched at the same time: a slow link is full, and little waits in memory."""
+
+
+@dataclass(slots=True)
+class Pulled:
+    """Bytes of one pull."""
+
+    full_bytes: int = 0
+    """Bytes of all files."""
+    sent_bytes: int = 0
+    """Bytes that came over the network."""
+    repaired: int = 0
+    """Shards that were fetched again, whole."""
+
+
+class VersionPuller:
+    """Versions of one run, kept below a folder; `key` is the run's, which signs them."""
+
+    def __init__(self, client: Client, folder: Path, key: bytes) -> None:
+        self._client, self._folder, self._key = client, folder, key
+        self._newest: Manifest | None = None
+        self._turn = asyncio.Lock()
+        self.last = Pulled()
+        """Bytes of the latest pull."""
+
+    def directory_of(self, version: int) -> Path:
+        """Folder of a Version."""
+        return self._folder / f"v{version}"
+
+    async def pull(self, version: int) -> Path:
+        """Folder with the files of a Version, fetched as far as they are not here.
+
+        Raises `EngineUnavailable` when the run does not answer, has it no longer or gives other bytes, and when nothing
+        can be written here: trying again, or a newer Version, may help.
+        """
+        async with self._turn:
+            target = self.directory_of(version)
+            if self._newest is not None and self._newest.version == version:
+                return target
+            try:
+                signed = await self._client.ask("GET", f"/v1/versions/{version}", SignedManifest)
+                manifest = signed.opened(self._key, version)
+                await self._fetch(manifest, target)
+            except (WireError, RequestRefused) as error:
+                raise EngineUnavailable(f"version {version} cannot be pulled: {error}") from error
+            except OSError as error:
+                raise EngineUnavailable(f"{target} cannot be written: {error}") from error
+            self._newest = manifest
+            return target
+
+    def remove_before(self, version: int) -> None:
+        """Removes older Versions, but for the one with which the run began."""
+        for path in self._folder.glob("v*[0-9]"):
+            if 0 < int(path.name[1:]) < version:
+                shutil.rmtree(path, ignore_errors=True)
+
+    async def _fetch(self, manifest: Manifest, target: Path) -> None:
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        before = {file.name: file.shards for file in self._newest.files} if self._newest else {}
+        self.last, working = Pulled(), asyncio.Semaphore(AT_ONCE)
+
+        async def one(file: VersionFile, index: int) -> None:
+            async with working:
+                data = await self._shard(file, index, before)
+                await asyncio.to_thread(_write, unfinished / file.name, index * SHARD_BYTES, data)
+
+        for file in manifest.files:
+            (unfinished / file.name).touch()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for file in manifest.files:
+                    for index in range(len(file.shards)):
+                        tasks.create_task(one(file, index))
+        except* (WireError, OSError, EngineUnavailable) as errors:
+            raise _first(errors) from None
+        await asyncio.to_thread(_replace, unfinished, target)
+
+    async def _shard(self, file: VersionFile, index: int, before: Mapping[str, tuple[WeightShard, ...]]) -> bytes:
+        shard, older = file.shards[index], before.get(file.name, ())
+        self.last.full_bytes += shard.size
+        base, base_digest = None, ""
+        if self._newest is not None and index < len(older):
+            base_digest = older[index].digest
+            path = self.directory_of(self._newest.version) / file.name
+            base = await asyncio.to_thread(_read, path, index * SHARD_BYTES, older[index].size)
+        if base is not None and base_digest == shard.digest and digest_of(base) == shard.digest:
+            return base
+        if base is not None:
+            sent = await self._ask(f"/v1/shards/{shard.digest}?base={base_digest}")
+            try:
+                return await asyncio.to_thread(decoded, sent, base, shard)
+            except WireError:
+                self.last.repaired += 1
+        for last in (False, True):
+            sent = await self._ask(f"/v1/shards/{shard.digest}")
+            try:
+                return await asyncio.to_thread(decoded, sent, None, shard)
+            except WireError:
+                if last:
+                    raise
+                self.last.repaired += 1
+        raise AssertionError
+
+    async def _ask(self, path: str) -> bytes:
+        status, data = await self._client.status("GET", path)
+        self.last.sent_bytes += len(data)
+        if status == 200:
+            return data
+        message = f"{path}: HTTP {status}: {words(data)}"
+        raise EngineUnavailable(message)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def _read(path: Path, offset: int, size: int) -> bytes | None:
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(size)
+    except OSError:
+        return None
+
+
+def _write(path: Path, offset: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def _replace(unfinished: Path, target: Path) -> None:
+    """Gives a folder its name once its files are on the disk."""
+    for path in unfinished.iterdir():
+        sync(path)
+    shutil.rmtree(target, ignore_errors=True)
+    unfinished.rename(target)

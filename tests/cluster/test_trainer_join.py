@@ -1,0 +1,54 @@
+"""Ranks and a scorer of other processes work for a run, and the run outlives a killed rank without a person."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from joining import TOKEN, joining
+from shoal.errors import ConfigError
+from shoal.experience.audit import audit
+from shoal.net.listening import free_port
+from train_runs import events, start, wait_for_steps
+
+
+@pytest.mark.timeout(900)
+def test_a_run_goes_on_with_a_new_rank_after_one_was_killed(tmp_path: Path, tiny_model_dir: Path) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    trainer = ("trainer", "join", url, "--threads=1")
+    settings = (f"--cluster.listen=127.0.0.1:{port}", "--cluster.trainer.hosts=2", "--reward.workers=0")
+    run = start(tmp_path, tiny_model_dir, *settings, "--checkpoint.every_steps=3", "--json", SHOAL_RUN_TOKEN=TOKEN)
+    scorer = joining(tmp_path / "scorer", "rewards", "serve", "--run", url, "--workers=1")
+    ranks = [joining(tmp_path / "a", *trainer, RANK="1", WORLD_SIZE="2"), joining(tmp_path / "b", *trainer, RANK="0")]
+    wrong = joining(tmp_path / "c", *trainer, WORLD_SIZE="3")
+    assert wrong.wait(300) == 2
+    assert "ranks: expected 2, as the run has them, got WORLD_SIZE=3" in (tmp_path / "c" / "output").read_text()
+    wait_for_steps(tmp_path / "run", 5, run)
+    ranks[0].kill()
+    ranks[0].wait(60)
+    ranks.append(joining(tmp_path / "d", *trainer))
+    out, err = run.communicate(timeout=600)
+    assert run.returncode == 0, err
+    assert json.loads(out.splitlines()[-1])["steps"] == 40
+    report = audit(tmp_path / "run")
+    assert report.ok, report.sentences()
+    assert "resumed" in events(tmp_path / "run")
+    assert "replay_not_exact" not in events(tmp_path / "run")
+    for process in (scorer, *ranks[1:]):
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_places_of_roles_need_an_address_to_join_at() -> None:
+    from shoal.config import parse
+
+    tasks = {"tasks": [{"name": "chain_sum"}]}
+    for settings, complaint in (
+        ({"trainer": {"hosts": 2}}, r"cluster.trainer: expected cluster.listen too"),
+        ({"engines": {"count": 2}}, r"cluster.engines: expected cluster.address too"),
+        ({"address": "auto", "listen": "10.0.0.1:0"}, r"cluster.address: expected cluster.listen = HOST:PORT too"),
+        ({"address": "auto", "listen": "10.0.0.1:1", "rewards": 1}, r"reward.workers: expected 0 with cluster.rewards"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            parse({**tasks, "cluster": settings})

@@ -1,0 +1,65 @@
+"""A run whose host is lost goes on elsewhere from its backup."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import RunDirError
+from shoal.experience.audit import audit
+from shoal.net.identity import Identity
+from shoal.run.backup import back_up, check_backup
+from train_runs import events, start, wait_for_steps
+
+
+def test_a_run_goes_on_from_the_copy_of_what_is_gone(tmp_path: Path, tiny_model_dir: Path) -> None:
+    backup = tmp_path / "elsewhere"
+    settings = (f"--checkpoint.backup={backup}", "--checkpoint.backup_s=0.1")
+    first = start(tmp_path, tiny_model_dir, *settings, "--train.steps=2000")
+    wait_for_steps(tmp_path / "run", 20, first)
+    first.kill()
+    first.communicate()
+    shutil.rmtree(tmp_path / "run")
+    saved = audit(backup)
+    assert saved.ok, saved.sentences()
+    assert saved.steps >= 5
+    shutil.copytree(backup, tmp_path / "run")
+    second = start(tmp_path, tiny_model_dir, *settings, f"--train.steps={saved.steps + 5}", "--resume", "--json")
+    out, err = second.communicate(timeout=200)
+    assert second.returncode == 0, err
+    after = audit(tmp_path / "run")
+    assert after.ok, after.sentences()
+    assert json.loads(out.splitlines()[-1])["steps"] == after.steps == saved.steps + 5
+    assert "resumed" in events(tmp_path / "run")
+    assert "backup_failed" not in events(tmp_path / "run")
+    assert audit(backup).steps == after.steps, "the last copy is that of the end"
+
+
+def test_a_backup_of_another_run_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
+    mine, other, target = tmp_path / "mine", tmp_path / "other", tmp_path / "backup"
+    check_backup(mine, target)
+    Identity.load(target / "run.key")
+    with pytest.raises(RunDirError, match="expected an empty folder or this run's"):
+        check_backup(other, target)
+    (tmp_path / "file").touch()
+    with pytest.raises(RunDirError, match="expected a folder"):
+        check_backup(mine, tmp_path / "file" / "inside")
+
+
+def test_what_is_gone_from_a_run_is_gone_from_its_backup_and_what_is_not_whole_never_comes(tmp_path: Path) -> None:
+    import sqlite3
+
+    run, target = tmp_path / "run", tmp_path / "backup"
+    for name in ("step-1", "step-2", "step-3.unfinished"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "model").write_text(name)
+    with sqlite3.connect(run / "log.sqlite") as log:
+        log.execute("CREATE TABLE t (x)")
+    target.mkdir()
+    back_up(run, target)
+    assert sorted(path.name for path in (target / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    shutil.rmtree(run / "checkpoints" / "step-1")
+    back_up(run, target)
+    assert [path.name for path in (target / "checkpoints").iterdir()] == ["step-2"]
+    assert not list(target.rglob("*.unfinished"))

@@ -1,0 +1,57 @@
+"""Runs of `shoal train` in processes of their own, on a few questions, and what they wrote."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+STEPS = 40
+
+
+def start(folder: Path, model: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
+    """`shoal train` in the background."""
+    (folder / "data.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"say {letter}{n}", "answer": letter}) for letter in "abcd" for n in range(8))
+    )
+    (folder / "config.toml").write_text(
+        f'run_dir = "run"\n[[tasks]]\nname = "say"\nservice = "jsonl"\npath = "data.jsonl"\nscorer = "contains"\n'
+        f'[model]\npath = "{model}"\n[rollout]\ngroup_size = 4\nmax_tokens = 8\n'
+        f"[train]\nsteps = {STEPS}\ngroups_per_step = 2\nlr = 1e-3\n"
+        f"[eval]\nevery_steps = 0\nquestions = 2\n[checkpoint]\nevery_steps = 7\n"
+    )
+    command = [sys.executable, "-m", "shoal.cli", "train", "config.toml", *more]
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_steps(run: Path, count: int, process: subprocess.Popen[str]) -> None:
+    """Returns once the run has logged `count` steps."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        metrics = run / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count('"kind":"step"') >= count:
+            return
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.02)
+    raise AssertionError(f"fewer than {count} steps in 120 s")
+
+
+def events(run: Path) -> list[str]:
+    """Names of the logged events."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [record["name"] for record in records if record["kind"] == "event"]
+
+
+def children(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
+    """The processes of a run that run a module."""
+    return [child for child in psutil.Process(process.pid).children(recursive=True) if module in child.cmdline()]
