@@ -94,8 +94,10 @@ async def opened_roles(
         server.add([*VersionServer(store, prepared.model_dir, identity).routes, *shelf.routes])
         roles = Roles(server, info, shelf, lambda name, state: trackers.log_event("role", role=name, state=state))
         trackers.log_event("roles", url=server.url, token_file=str(run_dir / TOKEN_FILE))
-        yield roles
-        roles.shut()
+        try:
+            yield roles
+        finally:
+            roles.shut()
     finally:
         if shared is None:
             await asyncio.to_thread(own.__exit__, None, None, None)
