@@ -88,7 +88,7 @@ class DemoPlan:
     """Recipes of the training nodes' models, in turn."""
     frozen: Recipe = FROZEN
     conditions: tuple[DemoCondition, ...] = tuple(DemoCondition)
-    """Conditions to compare, of which `SOLO` and `SWARM` are always."""
+    """Conditions to compare: `SOLO` and `SWARM`, and others if wanted."""
 
     @property
     def trainees(self) -> list[Trainee]:
@@ -131,8 +131,8 @@ async def _each_condition(
     plan: DemoPlan, models: dict[str, Path], frozen: Path
 ) -> dict[DemoCondition, dict[str, dict[str, float]]]:
     """Outcomes of `shoal train` by condition and node."""
-    found = {}
-    for condition in plan.conditions[:-1]:
+    found: dict[DemoCondition, dict[str, dict[str, float]]] = {}
+    for condition in (one for one in plan.conditions if one is not DemoCondition.SWARM):
         found[condition] = await _train_all(
             plan, [node_config(plan, one, models[one.name], condition) for one in plan.trainees]
         )

@@ -2,6 +2,7 @@
 
 import asyncio
 import sqlite3
+import stat
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,12 @@ def test_readers_see_the_same_before_and_after_archiving(run_dir: Path) -> None:
     ]
     assert in_the_log_itself(run_dir, "steps") == 2
     assert in_the_log_itself(run_dir, "rollouts") == 2 * (3 + 4) + 4 + 2 + 2
+
+
+def test_only_their_owner_reads_the_archive_s_files(run_dir: Path) -> None:
+    asyncio.run(archived(run_dir, 9))
+    modes = {stat.S_IMODE(file.stat().st_mode) for file in (run_dir / archive.FOLDER).iterdir()}
+    assert modes == {0o600}
 
 
 def test_the_log_gives_its_room_back_to_the_disk(run_dir: Path) -> None:

@@ -18,4 +18,4 @@ def test_a_node_trains_on_while_servers_and_peers_die_and_its_link_is_cut(tmp_pa
     node = found["nodes"]["steady-0"]
     assert node["audit"]
     assert node["external"] > 0
-    assert node["longest_gap_s"] > 0
+    assert node["steps"] > 1

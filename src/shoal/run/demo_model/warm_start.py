@@ -208,6 +208,7 @@ def main(arguments: Sequence[str]) -> None:
     for step in range(recipe.steps):
         decay = 1 - (1 - recipe.lr_end_share) * step / recipe.steps
         optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup_steps) * decay
+        # The order moves the last bits of a model, which its name in the cache does not tell.
         batch = sorted(rows[step * recipe.batch : (step + 1) * recipe.batch], key=lambda row: len(row[0]) + len(row[1]))
         lengths = [len(prompt) + len(answer) for prompt, answer in batch]
         tokens_T = torch.tensor([token for prompt, answer in batch for token in (*prompt, *answer)])
