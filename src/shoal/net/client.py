@@ -140,13 +140,7 @@ class Client:
             self._session = session()
         data = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
         return await exchange(
-            self._session,
-            method,
-            self.url + path,
-            data,
-            self._headers,
-            timeout_s=self._timeout_s,
-            retry=self._retry,
+            self._session, method, self.url + path, data, self._headers, timeout_s=self._timeout_s, retry=self._retry
         )
 
     async def ask(self, method: str, path: str, kind: type[T], body: object = None) -> T:
