@@ -5,12 +5,11 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import uvloop
 
+from cancelled import LOOPS, Loop, left_by
 from shoal.errors import ChildDied
 from shoal.net.process import Child
 from shoal.trainer.worker import LocalRank, TrainerProcess, local_ranks
@@ -28,8 +27,6 @@ die_with_parent()
 os.close(int(sys.argv[-1]))
 signal.pause()
 """
-LOOPS = pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-Loop = Callable[[], asyncio.AbstractEventLoop]
 
 
 class Script(Child):
@@ -161,3 +158,23 @@ def test_a_stopped_child_with_unsent_bytes_is_ended(tmp_path: Path, loop: Loop) 
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(asyncio.wait_for(run(), 60))
+
+
+class Sleeper(Child):
+    """A child that does nothing, and does not end when it is asked to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("sleeper", "", [], folder / "log", os.environ)
+
+    def command(self, fd: int) -> list[str]:
+        return ["sh", "-c", "trap '' TERM; while :; do sleep 60; done"]
+
+
+@LOOPS
+@pytest.mark.parametrize("cancels", [1, 2])
+def test_no_child_outlives_a_cancelled_start_or_end(tmp_path: Path, loop: Loop, cancels: int) -> None:
+    async def life() -> None:
+        async with Sleeper(tmp_path):
+            pass
+
+    assert left_by(life, loop, cancels) == {}

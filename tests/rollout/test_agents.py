@@ -14,6 +14,7 @@ import aiohttp
 import openai
 import pytest
 
+from cancelled import LOOPS, Loop, left_by
 from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from shoal.config import RewardConfig
@@ -413,6 +414,17 @@ def test_nothing_that_a_command_started_outlives_it_or_is_waited_for(tmp_path: P
     assert rollout.status is (RolloutStatus.FAILED if "sleep" in end else RolloutStatus.FINISHED)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
     assert left(str(tmp_path)) == []
+
+
+@LOOPS
+@pytest.mark.parametrize("cancels", [1, 2])
+def test_a_cancelled_rollout_leaves_no_command(loop: Loop, cancels: int) -> None:
+    async def life() -> None:
+        model = HttpModel("http://unasked", "http://unasked", "key", aiohttp.ClientSession())
+        async with model.http, command("import time; time.sleep(600)") as play:
+            await play(TASK, model)
+
+    assert left_by(life, loop, cancels) == {}
 
 
 def test_without_a_namespace_the_supervisor_adopts_and_kills_daemons(tmp_path: Path) -> None:

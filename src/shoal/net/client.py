@@ -141,13 +141,7 @@ class Client:
         opened = self._opened()
         data = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
         return await exchange(
-            opened,
-            method,
-            self.url + path,
-            data,
-            self._headers,
-            timeout_s=self._timeout_s,
-            retry=self._retry,
+            opened, method, self.url + path, data, self._headers, timeout_s=self._timeout_s, retry=self._retry
         )
 
     def _opened(self) -> aiohttp.ClientSession:

@@ -18,9 +18,11 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Self, TypeVar
 
 from shoal.errors import ChildDied
+
+T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
 PARENT = "SHOAL_PARENT_PID"
@@ -147,8 +149,21 @@ class Child:
         return [sys.executable, "-m", self._module, *self._arguments, "--fd", str(fd)]
 
     async def __aenter__(self) -> Self:
+        starting = asyncio.ensure_future(self._start())
+        try:
+            await settled(starting)
+        except asyncio.CancelledError:
+            if not starting.cancelled():
+                self.kill()
+                await self.end()
+            raise
+        return self
+
+    async def _start(self) -> None:
+        """Starts the process and connects the socket to it."""
         ours, theirs = socket.socketpair()
-        with theirs, contextlib.ExitStack() as stack:
+        with theirs, contextlib.ExitStack() as stack, contextlib.ExitStack() as failing:
+            failing.callback(ours.close)
             output = None
             if self._log is not None:
                 self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -163,9 +178,9 @@ class Child:
                 pass_fds=[theirs.fileno()],
                 start_new_session=self._own_group,
             )
+            failing.pop_all()
         ours.setblocking(False)
         self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.end()
@@ -266,20 +281,38 @@ class Child:
                 (os.killpg if self._own_group else os.kill)(self._process.pid, number)
 
     async def end(self) -> None:
-        """Ends the child: terminates its process group, and kills it after the grace.
+        """Ends the child: terminates its process group, and kills it after the grace, or at once when cancelled.
 
         Unsent bytes are discarded: a child that hangs would never read them.
         """
         self._writer.transport.abort()
+        await settled(asyncio.ensure_future(self._end()), self.kill)
+
+    async def _end(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self._signal(number)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._process.wait()
+                return
+
+
+async def settled(work: asyncio.Future[T], hurry: Callable[[], None] = lambda: None) -> T:
+    """Result of the work. A cancellation calls `hurry`, and takes effect once the work is done.
+
+    An event loop that closed before the end of a child would never see that end.
+    """
+    cancelled = None
+    while not work.done():
         try:
-            for number in (signal.SIGTERM, signal.SIGKILL):
-                self._signal(number)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(GRACE_S):
-                        await self._process.wait()
-                    return
-        finally:
-            self.kill()
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            cancelled = error
+            hurry()
+    result = work.result()
+    if cancelled is not None:
+        raise cancelled
+    return result
 
 
 def serve(connection: socket.socket, answers: Callable[[bytes], Iterable[bytes]]) -> None:

@@ -128,13 +128,15 @@ class WorkerScorer:
         if self._boxed:
             with contextlib.suppress(SandboxUnavailable):
                 self._backend = await asyncio.to_thread(strongest)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for slot in self._slots:
-                    group.create_task(self._worker(slot))
-        except* ChildDied as errors:
-            await self.__aexit__()
-            raise errors.exceptions[0] from None
+        async with contextlib.AsyncExitStack() as failing:
+            failing.push_async_callback(self.__aexit__)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for slot in self._slots:
+                        group.create_task(self._worker(slot))
+            except* ChildDied as errors:
+                raise errors.exceptions[0] from None
+            failing.pop_all()
         for slot in self._slots:
             self._idle.put_nowait(slot)
         return self

@@ -39,13 +39,7 @@ MOST_HELD_BYTES = 4 * MOST_BODY_BYTES
 class RewardServer:
     """The server's ASGI `app` over a started service."""
 
-    def __init__(
-        self,
-        service: RewardService,
-        *,
-        token: str = "",
-        most_held_bytes: int = MOST_HELD_BYTES,
-    ) -> None:
+    def __init__(self, service: RewardService, *, token: str = "", most_held_bytes: int = MOST_HELD_BYTES) -> None:
         """With a token, every client must have it.
 
         A request beyond `MOST_WAITING` requests, or beyond `most_held_bytes` of bodies, gets 503.

@@ -28,7 +28,7 @@ import msgspec
 from shoal.errors import TaskError
 from shoal.interfaces import Model
 from shoal.net.openai_client import close_clients, session_client
-from shoal.net.process import cores
+from shoal.net.process import cores, settled
 from shoal.plugins import own_code
 from shoal.rollout.agents.runner import AgentFailed, Play
 from shoal.tasks.sdk import outcome_of
@@ -135,20 +135,23 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
         with TemporaryFile() as asked, TemporaryFile() as written:
             asked.write(msgspec.json.encode(task) + b"\n")
             asked.seek(0)
-            process = await asyncio.create_subprocess_exec(
-                *(*SUPERVISOR, str(os.getpid()), *command),
-                stdin=asked,
-                stdout=asyncio.subprocess.DEVNULL,
-                stderr=asyncio.subprocess.PIPE,
-                env=_environment(model, env) | {OUTCOME_FD: str(written.fileno())},
-                pass_fds=[written.fileno()],
-                start_new_session=True,
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *(*SUPERVISOR, str(os.getpid()), *command),
+                    stdin=asked,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    env=_environment(model, env) | {OUTCOME_FD: str(written.fileno())},
+                    pass_fds=[written.fileno()],
+                    start_new_session=True,
+                )
             )
             try:
+                process = await settled(starting)
                 complaint = await _last_line(process.stderr)
                 code = await process.wait()
             finally:
-                await _ended(process)
+                await settled(asyncio.ensure_future(_ended(starting)))
             if code:
                 how = f"signal {code - 128}" if code > 128 else f"code {code}"  # the supervisor ends as a shell does
                 raise AgentFailed(f"agent: its process ended with {how}{complaint}")
@@ -168,8 +171,11 @@ def _environment(model: Model, more: Sequence[str]) -> dict[str, str]:
     }
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
-    """Has the supervisor end the rest of a rollout, if it still runs."""
+async def _ended(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
+    """Has the supervisor end the rest of a rollout, if it was started and still runs."""
+    if starting.cancelled() or starting.exception() is not None:
+        return
+    process = starting.result()
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.returncode is not None:
             return
