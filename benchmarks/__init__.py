@@ -24,6 +24,7 @@ MODULES = {
     "engine": "engine",
     "gateway": "gateway",
     "hostile": "flooded",
+    "memory": "memory",
     "orchestrator": "orchestrator",
     "packing": "packing",
     "real": "real",

@@ -4,6 +4,7 @@
 those of transformers' eager attention, row by row. `python tools/architectures.py llama gemma3_text` says it of some.
 """
 
+import inspect
 import multiprocessing
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.errors import ModelError
@@ -48,21 +49,54 @@ TINY = {
     "moe_topk": 2, "moe_k": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16,
     "qk_head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.2,
-    "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97, "hidden_size_per_layer_input": 8, "rotary_dim": 4,
+    "num_encoder_layers": 4, "num_decoder_layers": 4, "encoder_layers": 4, "depth": 2,
 }  # fmt: skip
+FORCED = {"head_dim", "num_key_value_heads", "intermediate_size"}
 
 
-def tiny(model_type: str) -> object:
-    """A configuration of few numbers, with a pattern of layers as long as the model is deep."""
+def small(default: PreTrainedConfig, *, forced: bool) -> dict[str, object]:
+    """Settings of few numbers for a configuration and the configurations in it; `forced` sets unset ones too."""
+    fixed = {name for name, one in inspect.getmembers(type(default), lambda member: isinstance(member, property))}
+    wanted: dict[str, object] = {
+        name: value
+        for name, value in TINY.items()
+        if name not in fixed and (known(default, name) is not None or (forced and name in FORCED))
+    }
+    if known(default, "kv_lora_rank") is not None:  # latent attention has as many heads of keys as of queries
+        wanted["num_key_value_heads"] = 4
+    kinds = known(default, "layer_types")
+    if isinstance(kinds, list) and "layer_types" not in fixed:  # four layers with every kind there is
+        wanted["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
+    for name in default.sub_configs:
+        if isinstance(inner := known(default, name), PreTrainedConfig):
+            wanted[name] = small(inner, forced=forced)
+    return wanted
+
+
+def known(config: PreTrainedConfig, name: str) -> object:
+    """A setting; None where a configuration has none, or another one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except AttributeError:
+        return None
+
+
+def tiny(model_type: str) -> PreTrainedModel:
+    """A random model of few numbers, with a pattern of layers as long as the model is deep."""
     default = AutoConfig.for_model(model_type)
-    wanted = {name: value for name, value in TINY.items() if getattr(default, name, None) is not None}
-    kinds = getattr(default, "layer_types", None)
-    if kinds and not isinstance(
-        getattr(type(default), "layer_types", None), property
-    ):  # four layers with every kind there is
-        several = list(dict.fromkeys(kinds))
-        wanted["layer_types"] = (several * 4)[:4]
-    return AutoConfig.for_model(model_type, **wanted)
+    last: Exception | None = None
+    for forced in (False, True):
+        try:
+            config = AutoConfig.for_model(model_type, **small(default, forced=forced))
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+            model(torch.tensor([[5, 6, 7]]), use_cache=False)
+        except Exception as error:  # whatever a library says of a configuration that is no real one
+            last = last or error
+        else:
+            return model
+    assert last is not None
+    raise last
 
 
 def verdict(model_type: str) -> tuple[str, str]:
@@ -71,7 +105,7 @@ def verdict(model_type: str) -> tuple[str, str]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            theirs = AutoModelForCausalLM.from_config(tiny(model_type), attn_implementation="eager").eval()
+            theirs = tiny(model_type)
             with torch.no_grad():  # as large as those of trained models: small ones would hide what is left out
                 for name, parameter in theirs.named_parameters():
                     if "sink" in name or parameter.ndim > 1:

@@ -146,6 +146,11 @@ class Completion:
     logprobs: tuple[float, ...]  # [L] nats, <= 0
     versions: tuple[int, ...]  # [L] the Version that sampled each token
     finish_reason: FinishReason
+    routing: bytes = b""
+    """Experts of each token of prompt and completion but the last, where a mixture of experts has them recorded.
+
+    Each token has equally many bytes; 255 stands for an expert that nobody recorded.
+    """
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -338,13 +343,17 @@ class Sample:
     logprobs: tuple[float, ...]  # [L] nats
     versions: tuple[int, ...]  # [L] -1 where mask is 0
     advantages: tuple[float, ...]  # [L]
+    routing: bytes = b""
+    """Experts of each token but the last, as in the row's newest completion; empty where nobody recorded them."""
 
     def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in self.__slots__}
+        lengths = {name: len(getattr(self, name)) for name in self.__slots__ if name != "routing"}
         if len(set(lengths.values())) != 1 or not self.tokens:
             raise ValueError(f"sample streams must have one length > 0, got {lengths}")
         if self.mask[0]:
             raise ValueError("the first token of a sample cannot be trained: nothing precedes it")
+        if len(self.routing) % max(1, len(self.tokens) - 1):
+            raise ValueError(f"sample routing: expected a multiple of L - 1 bytes, got {len(self.routing)}")
         for m, lp in zip(self.mask, self.logprobs, strict=True):
             if m and not (math.isfinite(lp) and lp <= 0):
                 raise ValueError(f"sample logprobs must be finite and <= 0 where mask is 1, got {lp}")

@@ -192,10 +192,7 @@ class EngineFront:
         finally:
             gone.cancel()
             answering.cancel()
-        choices = [
-            protocol.choice_of(index, one.token_ids, one.logprobs, one.versions, one.finish_reason)
-            for index, one in enumerate(completions)
-        ]
+        choices = [protocol.choice_of(index, one) for index, one in enumerate(completions)]
         return json(protocol.GenerateResponse(choices, asked.request_id))
 
     async def _score(self, http: Request) -> Response:

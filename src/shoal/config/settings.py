@@ -325,6 +325,8 @@ def _in_training(config: Config) -> Iterator[str]:
     if train.teacher is not None and (train.advantage in ("batch", "gae") or train.kl.coefficient):
         yield "train.teacher: expected none with train.kl.coefficient or train.advantage = 'batch' or 'gae'"
     groups, over_batch = train.groups_per_step, train.advantage in ("batch", "gae")
+    if train.router_replay and (config.engine.urls or config.cluster.listen):
+        yield "train.router_replay: expected false with engine.urls or cluster.listen, whose engines tell no experts"
     if groups % train.minibatches:
         yield f"train.minibatches: expected a divisor of groups_per_step = {groups}, got {train.minibatches}"
     if rollout.group_size == 1 and not over_batch:

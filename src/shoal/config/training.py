@@ -134,7 +134,7 @@ class KLConfig(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters instead of all weights (needs the `lora` extra); the engines get them merged."""
+    """Low-rank adapters instead of all weights (needs the `lora` extra); own engines merge them."""
 
     rank: int = Field(0, ge=0, le=65536, description="Rank of each adapter; 0 trains all weights.")
     alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
@@ -176,6 +176,9 @@ class TrainConfig(Section):
     turn_discount: float = Field(1.0, gt=0, le=1, description="Weight of a turn's reward for the turn before it.")
     critic: CriticConfig = Field(CriticConfig())
     lora: LoRAConfig = Field(LoRAConfig())
+    router_replay: bool = Field(
+        False, description="Train each token with the experts that sampled it (R3; mixtures of experts, own engines)."
+    )
     short_groups: Literal["pad", "keep"] = Field(
         "pad", description="Whether repeated finished rollouts replace failed ones (GLM-5)."
     )

@@ -106,6 +106,8 @@ class StepBatch:
         chunks = [chunk for members in together for chunk in members]
         self.drafts: list[Draft] = decoding
         self.scored: list[ScoredRows] = []
+        self.decoding = decoding
+        self.chunks = chunks
         token_T = [(draft.sampled or draft.prompt_ids)[-1] for draft in decoding]
         position_T = [draft.total - 1 for draft in decoding]
         keep, expand = list(range(len(decoding))), list(range(len(decoding)))
@@ -156,6 +158,19 @@ class StepBatch:
     def logits(self, forward: "Forward") -> Tensor:
         """Logits [K, V] of the kept rows."""
         return forward(self.token_T, self.position_T, self.layout, self.keep_K)
+
+    def route(self, found_TE: Tensor) -> None:
+        """Records the experts of each token of the forward in its draft."""
+        experts = [bytes(row) for row in found_TE.cpu().numpy()]
+        for draft, of_token in zip(self.decoding, experts, strict=False):
+            draft.route(draft.total - 1, of_token)
+        at = len(self.decoding)
+        for chunk in self.chunks:
+            for offset in range(chunk.length):
+                chunk.sequence.route(chunk.start + offset, experts[at + offset])
+            at += chunk.length
+            for follower in chunk.followers:
+                follower.routing = chunk.sequence.routing[: follower.prompt_len]
 
     def advance(self, token_B: Tensor) -> bool:
         """Turns the batch into the next step's, in which every draft decodes. Returns False when a slot is full."""

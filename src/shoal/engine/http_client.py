@@ -1,5 +1,6 @@
 """Client of an engine process: `interfaces.Engine` over HTTP. Loads no torch."""
 
+from base64 import b64decode
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
@@ -131,4 +132,5 @@ def _completion(choice: protocol.GeneratedChoice) -> Completion:
         tuple(entry.logprob for entry in entries),
         tuple(versions),
         FinishReason(choice.finish_reason),
+        b64decode(choice.routing),
     )

@@ -104,6 +104,7 @@ def _engine(options: argparse.Namespace) -> StepEngine:
         version=options.version,
         checksum=files.checksum(weight_file(path)) if weight_file(path).is_file() else "",
         seed=secrets.randbits(63),
+        records_routing=options.record_routing,
     )
 
 
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
     )
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))
+    parser.add_argument("--record-routing", action="store_true", help="answer with the experts of each token, too")
     parser.add_argument("--version", type=int, default=0, help="of the weights in --model")
     return parser
 

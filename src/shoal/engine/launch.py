@@ -34,6 +34,7 @@ def engine_child(
     name: str = "engine",
     gpu: str | None = None,
     weights: Path | None = None,
+    record_routing: bool = False,
 ) -> EngineChild:
     """Child that runs `python -m shoal.engine.http_server`; it loads weights from `model_dir` or below `weights`.
 
@@ -51,6 +52,7 @@ def engine_child(
         "weights": weights,
     }
     arguments = ["--die-with-parent", *(f"--{name}={value}" for name, value in options.items() if value is not None)]
+    arguments += ["--record-routing"] if record_routing else []
     return EngineChild(
         name, "shoal.engine.http_server", arguments, log, torch_environment(threads, [gpu] if gpu else [])
     )

@@ -220,6 +220,7 @@ class EnginePool:
                 sampled.logprobs + more.logprobs,
                 sampled.versions + more.versions,
                 more.finish_reason,
+                sampled.routing + more.routing[len(sampled.routing) :],
             )
         return sampled
 

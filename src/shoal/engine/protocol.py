@@ -4,6 +4,7 @@ Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/stream`, 
 `/update_weights`.
 """
 
+from base64 import b64encode
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Annotated, Literal
@@ -12,7 +13,7 @@ import msgspec
 
 from shoal.errors import RequestRefused
 from shoal.interfaces import LogitRules
-from shoal.types import Sampling
+from shoal.types import Completion, Sampling
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 CLIENT_GONE = 499  # the status of a client that has disconnected; no one reads it
@@ -84,6 +85,8 @@ class GeneratedChoice(msgspec.Struct):
     finish_reason: str
     logprobs: Logprobs | None = None
     weight_versions: list[VersionSpan] | None = None
+    routing: str = ""
+    """`Completion.routing` in base64; empty unless the engine records it."""
 
 
 class GenerateResponse(msgspec.Struct):
@@ -143,14 +146,13 @@ def sampling_of(params: SamplingParams) -> Sampling:
         raise RequestRefused(f"sampling_params.{error}") from error
 
 
-def choice_of(
-    index: int, token_ids: Sequence[int], logprobs: Sequence[float], versions: Sequence[int], finish_reason: str
-) -> GeneratedChoice:
+def choice_of(index: int, one: Completion) -> GeneratedChoice:
     """Choice of a completion, with a span for each run of tokens of one Version."""
     spans: list[VersionSpan] = []
-    for version, run in groupby(versions):
+    for version, run in groupby(one.versions):
         start = spans[-1].end if spans else 0
         spans.append(VersionSpan(version, start, start + len(list(run))))
-    rows = zip(token_ids, logprobs, strict=True)
+    rows = zip(one.token_ids, one.logprobs, strict=True)
     sampled = Logprobs([TokenLogprob(token, logprob, f"token_id:{token}") for token, logprob in rows])
-    return GeneratedChoice(index, list(token_ids), finish_reason, sampled, spans)
+    routing = b64encode(one.routing).decode()
+    return GeneratedChoice(index, list(one.token_ids), one.finish_reason, sampled, spans, routing)

@@ -8,6 +8,7 @@ import numpy as np
 
 from shoal.engine.logit_rules import RuledLogits, Top
 from shoal.engine.scheduler import SequenceState
+from shoal.model import UNKNOWN
 from shoal.types import FinishReason, Sampling
 
 UNIFORM_BLOCK = 64
@@ -59,11 +60,24 @@ class Draft(SequenceState):
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
     finish_reason: FinishReason | None = None
+    routing: list[bytes] = field(default_factory=list)
+    """Experts of each token whose KV was computed here, as it was computed first."""
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens `start : end`."""
         split = self.prompt_len
         return [*self.prompt_ids[start:end], *self.sampled[max(start - split, 0) : max(end - split, 0)]]
+
+    def route(self, position: int, experts: bytes) -> None:
+        """Records the experts of a token, unless they are known: it may be computed again under newer weights."""
+        unknown = bytes([UNKNOWN]) * len(experts)
+        self.routing += [unknown] * (position - len(self.routing))
+        if len(self.routing) == position:
+            self.routing.append(experts)
+
+    def recorded_routing(self) -> bytes:
+        """Experts of all tokens but the last; nothing where the engine records none."""
+        return b"".join(self.routing[: self.total - 1])
 
 
 @dataclass(slots=True, eq=False)

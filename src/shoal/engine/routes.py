@@ -32,7 +32,7 @@ from shoal.engine.token_stream import TokenStream, pass_on
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
 from shoal.net.server import HANDLERS, body, decoded, disconnected, exposition, guarded, json, refusal
-from shoal.types import FinishReason
+from shoal.types import Completion, FinishReason
 
 T = TypeVar("T")
 
@@ -349,4 +349,5 @@ def _request(body: protocol.GenerateRequest) -> Request:
 def _choice(draft: Draft) -> protocol.GeneratedChoice:
     """Response choice of a finished completion."""
     assert draft.finish_reason is not None
-    return protocol.choice_of(draft.index, draft.sampled, draft.logprobs, draft.versions, draft.finish_reason)
+    streams = tuple(draft.sampled), tuple(draft.logprobs), tuple(draft.versions)
+    return protocol.choice_of(draft.index, Completion(*streams, draft.finish_reason, draft.recorded_routing()))

@@ -29,6 +29,7 @@ from shoal.engine.scheduler import Scheduler
 from shoal.engine.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
+from shoal.model.routing import Routing, routers_of
 from shoal.types import FinishReason
 
 COUNTERS = (
@@ -59,14 +60,16 @@ class StepEngine:
         version: int = 0,
         checksum: str = "",
         seed: int = 0,
+        records_routing: bool = False,
     ) -> None:
-        """`seed` decides the sampling of requests without a seed."""
+        """`seed` decides the sampling of requests without a seed; `records_routing` is for a mixture of experts."""
         self.limits = limits
         self.version, self.checksum = version, checksum
         self.tokens_drawn = self.tokens_prefilled = self.interruptions = self.stale_sequences = self.preemptions = 0
         self.prefix_tokens_reused = self.stale_tokens = 0
         self.model = model.requires_grad_(False)
         self._forward = forward_of(self.model, limits.max_model_len)
+        self._routing = Routing(model) if records_routing and routers_of(model) else None
         self.slots = WeightSlots(model)
         self._device = next(model.parameters()).device
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
@@ -262,6 +265,8 @@ class StepEngine:
         """Computes one forward, and samples one token for every sequence that is ready."""
         batch = self._next_batch()
         logits_KV = batch.logits(self._forward)
+        if self._routing is not None:
+            batch.route(self._routing.found())
         chunks = batch.plan.chunks
         self.tokens_prefilled += sum(chunk.length for chunk in chunks)
         self._cache.copy_prefixes(
@@ -294,6 +299,8 @@ class StepEngine:
             self.prefix_tokens_reused += length
         self._found.clear()
         self._cache.copy_prefixes((copy.source, copy.target, copy.length) for copy in plan.copies)
+        for copy in plan.copies:
+            copy.target.routing = copy.target.routing or copy.source.routing[: copy.length]
         self._cache.close_holes()
         self._batch = StepBatch(plan, self._cache, self._device)
         return self._batch

@@ -1,7 +1,12 @@
-"""Loading of weights from disk into a served model: all checks precede the first change of a number."""
+"""Loading of weights from disk into a served model: all checks precede the first change of a number.
 
+Weights are those of the whole model, or a low-rank adapter in the form of peft, which is merged into the weights with
+which the model was loaded: W' = W + (alpha / rank) B A. The files of these weights stay on the disk and are mapped.
+"""
+
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal import files
-from shoal.errors import RequestRefused
+from shoal.errors import ModelError, RequestRefused
 from shoal.model.checkpoint_names import model_tensors
+from shoal.model.tensor_files import TensorFiles
 
 FILE = "model.safetensors"
+ADAPTER_FILE, ADAPTER_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_PREFIX = "base_model.model."
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of tensors in a file, whatever the model's own is. Smaller floats would be numbers without their scales."""
 
@@ -26,11 +34,15 @@ class StagedWeights:
     version: int
     checksum: str
     tensors: dict[str, Tensor]
+    adapted: bool = False
+    """Whether all other tensors are those with which the model was loaded."""
 
 
 def weight_file(path: Path) -> Path:
     """Safetensors file that a path names: the path itself, or the file in that directory."""
-    return path / FILE if os.path.isdir(path) else path  # `Path.is_dir` raises for a name that is too long
+    if not os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
+        return path
+    return path / (ADAPTER_FILE if os.path.exists(path / ADAPTER_FILE) and not os.path.exists(path / FILE) else FILE)
 
 
 def check_below(path: Path, folders: Sequence[Path]) -> None:
@@ -53,6 +65,8 @@ class WeightSlots:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
+        self._base = Path(model.name_or_path)
+        self._changed: set[str] = set()  # tensors that no longer have the numbers with which the model was loaded
         self._tensors: dict[str, Tensor] = model.state_dict()
         self._aliases: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
@@ -78,6 +92,10 @@ class WeightSlots:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
         except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError
             raise RequestRefused(f"weights {path} cannot be read: {error}") from error
+        if file.name == ADAPTER_FILE:
+            tensors = self._merged(file, tensors)
+            self._check_each(file, tensors)
+            return StagedWeights(version, actual, tensors, adapted=True)
         if not tensors.keys() <= self._tensors.keys():
             try:
                 tensors = model_tensors(self._model, tensors)
@@ -90,8 +108,52 @@ class WeightSlots:
     @torch.inference_mode()
     def load(self, weights: StagedWeights) -> None:
         """Copies staged tensors into the model."""
-        for name, tensor in weights.tensors.items():
+        tensors = weights.tensors
+        if weights.adapted and (others := self._changed - tensors.keys()):
+            tensors = {**self._base_tensors(others), **tensors}
+        for name, tensor in tensors.items():
             self._tensors[name].copy_(tensor)
+        self._changed = set(weights.tensors)
+
+    def _base_tensors(self, names: Set[str]) -> dict[str, Tensor]:
+        """Tensors with which the model was loaded. Raises `RequestRefused` for one that its files lack."""
+        try:
+            files = TensorFiles(self._base)
+        except ModelError as error:
+            raise RequestRefused(f"an adapter needs the files of its base model: {error}") from error
+        lacking = sorted(names - set(files))
+        if lacking:
+            raise RequestRefused(
+                f"adapters of {lacking[0]!r} cannot be served: {self._base} has no tensor of that name"
+            )
+        return {name: files.whole(name) for name in names}
+
+    @torch.no_grad()
+    def _merged(self, file: Path, adapter: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Weights of the adapted layers, in the model's dtype. Raises `RequestRefused` for another model's adapter."""
+        try:
+            settings = json.loads(file.with_name(ADAPTER_SETTINGS).read_bytes())
+            scale = float(settings["lora_alpha"]) / int(settings["r"])
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise RequestRefused(f"adapter {file}: {ADAPTER_SETTINGS} beside it: {error!r}") from error
+        layers = {key.removeprefix(ADAPTER_PREFIX).rpartition(".lora_")[0] for key in adapter}
+        expected = {f"{ADAPTER_PREFIX}{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
+        unknown = sorted(f"{layer}.weight" for layer in layers if f"{layer}.weight" not in self._tensors)
+        if adapter.keys() != expected or unknown:
+            raise RequestRefused(
+                f"adapter {file}: expected pairs lora_A and lora_B of this model's layers, got "
+                f"{(unknown or sorted(adapter.keys() ^ expected))[0]!r}"
+            )
+        base, merged = self._base_tensors({f"{layer}.weight" for layer in layers}), {}
+        for layer in sorted(layers):
+            a_RD, b_OR = (adapter[f"{ADAPTER_PREFIX}{layer}.lora_{part}.weight"].float() for part in "AB")
+            name = f"{layer}.weight"
+            if (b_OR.shape[0], a_RD.shape[1]) != tuple(base[name].shape) or b_OR.shape[1] != len(a_RD):
+                expected_shape = list(base[name].shape)
+                raise RequestRefused(f"adapter {file}: {layer!r}: expected the shape {expected_shape} of the layer")
+            whole = torch.addmm(base[name].float(), b_OR, a_RD, alpha=scale)
+            merged[name] = whole.to(self._tensors[name].dtype)
+        return merged
 
     def _check(self, file: Path, tensors: dict[str, Tensor]) -> None:
         unknown = sorted(tensors.keys() - self._tensors.keys())
@@ -103,6 +165,9 @@ class WeightSlots:
                 raise RequestRefused(f"weights {file}: tensor {names[0]!r} is missing")
             if any(not torch.equal(tensors[given[0]], tensors[name]) for name in given[1:]):
                 raise RequestRefused(f"weights {file}: {given[0]!r} and {given[1]!r} are tied here but differ there")
+        self._check_each(file, tensors)
+
+    def _check_each(self, file: Path, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
             if tensor.shape != self._tensors[name].shape:
                 expected = list(self._tensors[name].shape)

@@ -5,7 +5,7 @@ in the checkpoint. A written Version has the checkpoint's names, which every eng
 experts again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 
 import torch
@@ -30,21 +30,36 @@ def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) ->
 @torch.no_grad()
 def model_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of a checkpoint in the model's form; tensors that the model lacks keep their names."""
-    own = model.state_dict()
-    conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    collected: dict[str, WeightConverter | WeightRenaming] = {}
     result: dict[str, Tensor] = {}
-    for name, tensor in sorted(tensors.items(), key=lambda item: dot_natural_key(item[0])):
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
-        if name in own or target not in own:
-            result[name] = tensor
+    for target, (converter, patterns) in conversions(model, tensors).items():
+        if converter is None:
+            result[target] = tensors[target]
             continue
-        made = WeightRenaming(name, target) if pattern is None else deepcopy(by_pattern[pattern])
-        collected.setdefault(target, made).add_tensor(target, name, pattern or name, tensor)
-    for target, converter in collected.items():
+        for name, pattern in patterns.items():
+            converter.add_tensor(target, name, pattern, tensors[name])
         for name, value in converter.convert(target, model=model, config=model.config).items():
             result[name] = value[0] if isinstance(value, list) else value
     return result
+
+
+def conversions(
+    model: PreTrainedModel, names: Iterable[str]
+) -> dict[str, tuple[WeightConverter | WeightRenaming | None, dict[str, str]]]:
+    """How each tensor of the model is made of tensors of a checkpoint: their names, each with its pattern.
+
+    A tensor without a converter has the same name in the checkpoint, which the model may lack.
+    """
+    own = model.state_dict()
+    known = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [entry for entry in known if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in known if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    found: dict[str, tuple[WeightConverter | WeightRenaming | None, dict[str, str]]] = {}
+    for name in sorted(names, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
+        if name in own or target not in own:
+            found[name] = None, {}
+            continue
+        made = WeightRenaming(name, target) if pattern is None else deepcopy(by_pattern[pattern])
+        found.setdefault(target, (made, {}))[1][name] = pattern or name
+    return found

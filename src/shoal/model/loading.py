@@ -5,12 +5,14 @@ tokens attend to each other and to earlier tokens. transformers builds no mask, 
 name.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -72,7 +74,7 @@ def _refuse_unknown(arguments: Mapping[str, object]) -> None:
             raise ModelError(f"the model's attention is given {name!r}, which is not supported")
 
 
-def _refuse_different(model: PreTrainedModel) -> None:
+def refuse_different(model: PreTrainedModel) -> None:
     """Raises `ModelError` unless packed rows get the logprobs that transformers' own attention gives each row alone.
 
     The comparison shows every other property that a `Layout` cannot express. Examples are states carried over the end
@@ -118,16 +120,59 @@ def load_model(
     if missing := sorted(loaded["missing_keys"]):  # transformers draws them at random
         raise ModelError(f"model {str(path)!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
     model.to(device).eval()
-    _refuse_different(model)
-    if gradient_checkpointing:  # layers drop their activations and compute them again in the backward pass
-        # Before transformers 5.23 only the older name exists; since then it warns.
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        for module in model.modules():
-            # Layers checkpoint in training mode only; their inner modules stay in evaluation mode, without dropout.
-            if isinstance(module, GradientCheckpointingLayer):
-                module.training = True
+    refuse_different(model)
+    if gradient_checkpointing:
+        checkpoint_layers(model)
     return model
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Has layers drop their activations and compute them again in the backward pass."""
+    # Before transformers 5.23 only the older name exists; since then it warns.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    for module in model.modules():
+        # Layers checkpoint in training mode only; their inner modules stay in evaluation mode, without dropout.
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True
+
+
+def empty_model(path: Path | str, *, few_tokens: int | None = None) -> PreTrainedModel:
+    """Causal LM in evaluation mode whose float32 parameters have shapes but no memory; buffers are real.
+
+    With `few_tokens` its vocabulary is so many random tokens, which take memory. Raises `ModelError`.
+    """
+    try:
+        config = AutoConfig.from_pretrained(path)
+        refuse_unsupported(config)
+        with _without_memory():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=ATTENTION
+            )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if few_tokens is not None:
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        with torch.random.fork_rng(devices=[]):
+            model.set_input_embeddings(nn.Embedding(few_tokens, embedding.embedding_dim))
+            model.set_output_embeddings(nn.Linear(head.in_features, few_tokens, bias=False))
+    return model.eval()
+
+
+@contextmanager
+def _without_memory() -> Iterator[None]:
+    """Parameters of modules made inside are on the device `meta`."""
+
+    def emptied(_: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if parameter.is_meta:  # tied parameters stay one
+            return None
+        return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+    hook = register_module_parameter_registration_hook(emptied)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def refuse_unsupported(config: object) -> None:

@@ -186,6 +186,7 @@ class _Keeper:
             name=name,
             gpu=gpus.get(name),
             weights=run_dir / "weights",
+            record_routing=config.train.router_replay,
         )
 
     async def keep_remote(self, url: str, ready: asyncio.Event) -> None:

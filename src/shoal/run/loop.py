@@ -32,6 +32,7 @@ from shoal.rollout.concurrency import Concurrency
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
+from shoal.run.prepared import version_file
 from shoal.run.result import Learning, RunTotals, scorer_values, stats_values, task_values, was_cut
 from shoal.swarm.external import external_rows
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
@@ -39,7 +40,7 @@ from shoal.trainer.messages import StepStats
 from shoal.trainer.packing import mixed
 from shoal.trainer.worker import TrainerProcess
 from shoal.types import Group, Sample, Task
-from shoal.weights.store import FILE, WeightStore, WrittenVersion
+from shoal.weights.store import WeightStore, WrittenVersion
 
 POLL_S = 0.5
 MOST_GROUPS = 16
@@ -272,7 +273,7 @@ class TrainLoop:
     async def _write_version(self, version: int, *, push: bool = True) -> None:
         """Writes the weights as `version` and records it."""
         unfinished = self._parts.store.begin(version)
-        self._busy_s += await self._parts.trainer.write_version(unfinished / FILE, push=push)
+        self._busy_s += await self._parts.trainer.write_version(unfinished / version_file(self._config), push=push)
         if self._config.engine.urls or self._config.cluster.listen:
             await self._write_canary(unfinished)
         written = await asyncio.to_thread(self._parts.store.seal, version)

@@ -12,26 +12,21 @@ from shoal.config import Config
 from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError
-from shoal.model import MOST_LOGITS
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.rollout.agents.clients import agent_of
 from shoal.rollout.reward_hooks import hooks_of
 from shoal.run.blocking import run_blocking
 from shoal.run.checks import check_functions, check_scores, check_start, check_urls
 from shoal.run.devices import devices_of, gpus_present, visible_gpus
+from shoal.run.memory import longest_row, memory_of
 from shoal.run.prepared import Prepared, shapes_of, sizes_of
 from shoal.run.run_dir import own_mathematics
 from shoal.sandbox.runner import strongest
 from shoal.tasks.library import library_of
 from shoal.trainer.advantage import own_advantage
-from shoal.trainer.packing import tokens_per_microbatch
 from shoal.types import Split, Task
 
 PROBED_TASKS = 64
-WEIGHT_BYTES = 4  # float32, whatever the engine's
-TRAINED_BYTES = 12  # gradient and two moments
-LOGIT_COPIES = 3  # of a chunk: itself, what the loss keeps of it, and its gradient
-BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @contextmanager
@@ -111,18 +106,9 @@ def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
 
 
 def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
-    shapes, number_bytes = shapes_of(prepared.model_dir), BYTES[config.model.dtype]
-    parameters = sum(map(prod, shapes.values()))
+    shapes = shapes_of(prepared.model_dir)
     rows = config.train.groups_per_step * config.rollout.group_size
-    row_tokens = min(prepared.longest_prompt + config.rollout.max_tokens, prepared.max_model_len)
-    kv_bytes = sizes_of(prepared.model_dir).kv_numbers_per_token * number_bytes * row_tokens
-    rank = config.train.lora.rank
-    adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
-    copies = 2 if config.train.kl.coefficient else 1  # and the reference
-    kept = copies * parameters * WEIGHT_BYTES + (adapters if rank else parameters) * TRAINED_BYTES
-    places = config.cluster.trainer
-    sharded = (places.per_host or places.ranks) if places else config.train.ranks
-    trainer_bytes = kept // sharded + _micro_batch_bytes(config, prepared, row_tokens)
+    memory = memory_of(config, prepared, shapes)
     settings = config.model_dump(mode="json")
     preset = {
         f"{config.preset}: {key}": reduce(lambda node, part: node[part], key.split("."), settings)
@@ -131,13 +117,16 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
     bound = config.asynchrony.max_staleness
     return {
         "model": str(prepared.model_dir),
-        "parameters": parameters,
+        "parameters": sum(map(prod, shapes.values())),
         "tasks": ", ".join(task.name for task in config.tasks),
         "steps": config.train.steps,
         "rollouts_per_step": rows,
-        "tokens_per_step_at_most": rows * row_tokens,
-        "engine_memory_mb": round((parameters * number_bytes + kv_bytes * config.engine.max_running) / 1e6, 1),
-        "trainer_memory_mb": round(trainer_bytes / 1e6, 1),  # of each rank
+        "tokens_per_step_at_most": rows * longest_row(config, prepared),
+        **{f"{process}_memory_mb": round(sum(parts.values()) / 1e6, 1) for process, parts in memory.items()},
+        "memory_mb": {
+            process: {part: round(size / 1e6, 1) for part, size in parts.items() if size}
+            for process, parts in memory.items()
+        },
         "staleness_bound": bound,
         "staleness_expected": f"about {bound} when training is the slower side, below 1 when generation is"
         if bound
@@ -146,24 +135,3 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
         "run_dir": config.run_dir,
         **preset,
     }
-
-
-def _micro_batch_bytes(config: Config, prepared: Prepared, row_tokens: int) -> int:
-    """Bytes of activations kept for the backward pass and of one chunk of logits; an estimate."""
-    sizes = sizes_of(prepared.model_dir)
-    layers, width, vocabulary = sizes.num_hidden_layers, sizes.hidden_size, sizes.vocab_size or 0
-    budget = config.train.tokens_per_microbatch or tokens_per_microbatch(on_gpu=bool(prepared.devices.ranks))
-    tokens = max(budget, row_tokens)
-    of_layer = 8 * width + 4 * (sizes.intermediate_size or 4 * width)  # norms, projections, attention, feed-forward
-    of_token = layers * width + of_layer if config.model.gradient_checkpointing else layers * of_layer
-    logits = LOGIT_COPIES * min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * WEIGHT_BYTES
-    return tokens * of_token * BYTES[config.model.dtype] + logits
-
-
-def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
-    """Tells whether LoRA adapts a tensor; by default every matrix but the vocabulary's."""
-    if len(shape) != 2 or not name.endswith(".weight"):
-        return False
-    targets = config.train.lora.targets
-    layer = name.removesuffix(".weight").rpartition(".")[2]
-    return layer in targets if targets else "embed" not in layer and layer != "lm_head"

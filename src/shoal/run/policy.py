@@ -16,7 +16,7 @@ from shoal.run.assemble import playing, serving
 from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
 from shoal.run.plan import prepare
-from shoal.run.prepared import Prepared
+from shoal.run.prepared import Prepared, version_file
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.messages import StepStats
 from shoal.trainer.worker import TrainerProcess, local_ranks
@@ -77,7 +77,7 @@ class Policy:
     async def push(self) -> int:
         """Has the engine load the trained weights; returns the new Version. Running answers continue under it."""
         version = self.version + 1
-        await self.trainer.write_version(self._store.begin(version) / FILE)
+        await self.trainer.write_version(self._store.begin(version) / version_file(self.config))
         written = await asyncio.to_thread(self._store.seal, version)
         await self.engine.update_weights(version, written.path)
         await asyncio.to_thread(self._store.remove_before, version)
@@ -91,11 +91,14 @@ class Policy:
         return measured.values["sampled"], measured.values["greedy"]
 
     async def save(self, directory: str | os.PathLike[str]) -> Path:
-        """Writes the trained model as a Hugging Face directory."""
+        """Writes the trained model as a Hugging Face directory, with merged adapters, which `adapter/` has too."""
         target = await asyncio.to_thread(lambda: Path(directory).absolute())
         skip = shutil.ignore_patterns("*.safetensors*")
         await asyncio.to_thread(shutil.copytree, self._prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
         await self.trainer.write_version(target / FILE, push=False)
+        for file in target.glob("adapter_*"):  # beside the merged model, transformers would add it once more
+            (target / "adapter").mkdir(exist_ok=True)
+            file.replace(target / "adapter" / file.name)
         return target
 
     def close(self) -> None:

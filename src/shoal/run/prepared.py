@@ -15,6 +15,7 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.run.devices import Devices
 from shoal.tasks.mixture import Mixture
 from shoal.types import Sampling
+from shoal.weights.store import ADAPTER_FILE, FILE
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -45,6 +46,12 @@ def sampling_of(config: Config, prepared: Prepared) -> Sampling:
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
     settings = config.rollout.model_dump(include=set(names))
     return Sampling(**settings, stop_token_ids=prepared.renderer.stop_token_ids, seed=config.seed)
+
+
+def version_file(config: Config) -> str:
+    """Name of the file of a Version: an adapter where own engines, which have its base, are all that load it."""
+    others = config.engine.urls or config.cluster.listen
+    return ADAPTER_FILE if config.train.lora.rank and not others else FILE
 
 
 class Sizes(msgspec.Struct, frozen=True):

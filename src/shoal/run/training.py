@@ -35,7 +35,7 @@ from shoal.run.engines import OwnEngines
 from shoal.run.join_swarm import report_connection, swarm_node
 from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
 from shoal.run.plan import prepare
-from shoal.run.prepared import Prepared
+from shoal.run.prepared import Prepared, version_file
 from shoal.run.result import Result, RunTotals
 from shoal.run.roles import launched, opened_roles, run_token, trainer_ranks
 from shoal.run.run_dir import Listener, opened_run
@@ -159,6 +159,10 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Re
         trained_s = await _train_and_evaluate(parts, prepared, loop, own)
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     write_model(prepared.model_dir, newest, parts.run_dir)
+    if version_file(parts.config) != FILE:
+        merged = parts.run_dir / "adapter" / FILE  # not in model/, where an adapter beside would be added again
+        await parts.trainer.write_version(merged, push=False)
+        merged.replace(parts.run_dir / "model" / FILE)
     if backup := parts.config.checkpoint.backup:
         await asyncio.to_thread(back_up, parts.run_dir, Path(backup))
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
@@ -253,12 +257,14 @@ async def logprob_mismatch(parts: LoopDeps, prepared: Prepared, *, same_weights:
 def write_model(model_dir: Path, weights: Path, run_dir: Path) -> None:
     """Writes the trained model as a Hugging Face directory: settings and tokenizer of the original, other weights.
 
-    Adapters are merged into these weights, and `adapter/` has them by themselves.
+    Adapters are merged into these weights, and `adapter/` has them by themselves. Where a Version is an adapter, the
+    trainer writes the merged weights afterwards.
     """
     target = run_dir / "model"
     try:
         shutil.copytree(model_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
-        shutil.copyfile(weights / FILE, target / FILE)
+        if (weights / FILE).is_file():
+            shutil.copyfile(weights / FILE, target / FILE)
         for file in weights.glob("adapter_*"):
             (run_dir / "adapter").mkdir(exist_ok=True)
             shutil.copyfile(file, run_dir / "adapter" / file.name)

@@ -229,7 +229,8 @@ def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) 
         versions += ([-1] * gap) + list(sampled.versions)
         reinforced += [0.0] * gap + [advantages[index]] * n
         before = index
-    return Sample(tuple(tokens), tuple(mask), tuple(logprobs), tuple(versions), tuple(reinforced))
+    routing = rollout.turns[indices[-1]].completion.routing
+    return Sample(tuple(tokens), tuple(mask), tuple(logprobs), tuple(versions), tuple(reinforced), routing)
 
 
 def mask_tokens(rows: Iterable[Sample], oldest_version: int) -> tuple[tuple[Sample, ...], int]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from shoal.config.training import GSPOLoss, SoftAdaptiveLoss, TrainConfig
+from shoal.model import UNKNOWN
 from shoal.types import Sample
 
 if TYPE_CHECKING:
@@ -241,6 +242,8 @@ class MicroBatch:
     """Weight of each token's loss: see `token_weight`."""
     rows: tuple[int, ...] = ()
     """Index of each row among all rows of its step, where somebody asked for it."""
+    routing_TE: "Tensor | None" = None
+    """Experts of each token as they were sampled, uint8; None where they are the trainer's own choice."""
     idle: bool = False
     """Whether the batch stands for no rows: its weights are 0 and no statistic counts it. Ranks compute it to keep
     in step."""
@@ -293,8 +296,18 @@ def micro_batch(
         version_N=longs([version[i] for i in at]),
         row_N=longs([row for row, n in enumerate(trained) for _ in range(n)]),
         weight_N=floats([weight for weight, n in zip(weights, trained, strict=True) for _ in range(n)]),
+        routing_TE=_routing(rows).to(device) if any(row.routing for row in rows) else None,
         idle=idle,
     )
+
+
+def _routing(rows: Sequence[Sample]) -> "Tensor":
+    """Experts of the tokens of all rows; those of each row's last token, and of rows without any, are unknown."""
+    import torch
+
+    each = max(len(row.routing) // max(1, len(row.tokens) - 1) for row in rows)
+    filled = (row.routing + bytes([UNKNOWN]) * (each * len(row.tokens) - len(row.routing)) for row in rows)
+    return torch.frombuffer(bytearray(b"".join(filled)), dtype=torch.uint8).view(-1, each)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,9 @@ from shoal.config import ModelConfig
 from shoal.config.training import DecoupledLoss, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model import checkpoint_names
-from shoal.model.loading import DTYPES, load_model, resolve_device
+from shoal.model.loading import DTYPES, resolve_device
 from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
+from shoal.model.routing import replay_routing
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
 from shoal.trainer import critic, packing, weight_files
 from shoal.trainer.advantage import normalised_after_kl
@@ -27,6 +28,7 @@ from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.optim import Optimizer, Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Packer, Share, Size
 from shoal.trainer.ranks import ALONE, Ranks, like
+from shoal.trainer.sharded_start import loaded
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
 from shoal.trainer.token_numbers import TokenNumbers
@@ -81,11 +83,8 @@ class Trainer:
         `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
-        self.model = load_model(path, device=self.device, gradient_checkpointing=model.gradient_checkpointing)
-        if train.lora.rank:
-            weight_files.add_adapters(self.model, train.lora)
-        ranks.shard(self.model, self.device)
         self._ranks = ranks
+        self.model = loaded(path, ranks, self.device, train.lora, gradient_checkpointing=model.gradient_checkpointing)
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
             on_gpu=self.device.startswith("cuda")
         )
@@ -98,6 +97,8 @@ class Trainer:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
         has_reference = train.kl.coefficient > 0 or train.teacher is not None
         self._packer = Packer(train, self.tokens_per_microbatch, max_tokens or 0, skip_uninformative, ranks.count)
+        if train.router_replay:
+            replay_routing(self.model)
         self._value_head = self._new_value_head() if train.advantage == "gae" else None
         self._reference = self._new_reference(train.teacher or path) if has_reference else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
@@ -175,10 +176,12 @@ class Trainer:
         """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all.
 
         Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
-        the weights, and also written beside them (`weight_files.adapter_paths`).
+        the weights, and also written beside them (`weight_files.adapter_paths`); a path with the name of an adapter's
+        file gets the adapters alone.
         """
+        alone = path.name == weight_files.WEIGHTS_FILE
         # Gathered before anything is written: a rank that fails to write must leave no other rank waiting.
-        weights = self._ranks.gather(self.tensors())
+        weights = {} if alone else self._ranks.gather(self.tensors())
         adapters, settings = weight_files.adapter_files(self.model, self._config.lora)
         adapters = self._ranks.gather(adapters)
         if not self._ranks.first:
@@ -187,6 +190,8 @@ class Trainer:
             file, settings_file = weight_files.adapter_paths(path)
             weight_files.write_tensors(file, adapters)
             settings_file.write_text(settings)
+        if alone:
+            return
         named = checkpoint_names.checkpoint_tensors(self.model, weights)
         cast = {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in named.items()}
         weight_files.write_tensors(path, cast)
@@ -221,8 +226,7 @@ class Trainer:
 
     def _new_reference(self, path: Path | str) -> Forward:
         """Model as it is at `path`, sharded like the trained model."""
-        model = load_model(path, device=self.device).requires_grad_(False)
-        self._ranks.shard(model, self.device)
+        model = loaded(path, self._ranks, self.device).requires_grad_(False)
         return fastest_forward(model, self._dtype) if self._by_hand else model
 
     def _new_value_head(self) -> nn.Linear:
@@ -280,6 +284,7 @@ class Trainer:
                 temperature=self._temperature,
                 entropy=("gradient" if self._config.entropy_bonus > 0 else "value") if with_entropy else None,
                 value_head=self._value_head if model is None else None,
+                routing_TE=batch.routing_TE if model is None else None,
             )
 
     @torch.no_grad()

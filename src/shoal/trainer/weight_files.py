@@ -29,8 +29,15 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Adds adapters to the model's linear layers and freezes everything else.
 
     Adapters start with zero effect and a fixed seed, so a run replayed from its beginning arrives at the same weights.
-    Raises `ConfigError` without peft, and when no layer has a name in `config.targets`.
+    Raises `ConfigError` without peft, when no layer has a name in `config.targets`, and for a mixture of experts
+    without targets: its experts are packed tensors, which would silently stay as they are.
     """
+    packed = (name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name)
+    if not config.targets and (expert := next(packed, None)) is not None:
+        raise ConfigError(
+            f"train.lora.targets: expected the names of layers to adapt, such as q_proj: the model has experts "
+            f"({expert}), which adapters do not train"
+        )
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -55,8 +62,8 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 @torch.no_grad()
 def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Weights of the whole model, tied ones once; adapters are merged, under the names without adapters."""
-    deltas = {
-        f"{name}.weight": module.get_delta_weight(ADAPTER)
+    adapted = {
+        f"{name}.weight": module.get_delta_weight
         for name, module in model.named_modules()
         if hasattr(module, "get_delta_weight")
     }
@@ -67,7 +74,7 @@ def merged_tensors(model: nn.Module) -> dict[str, Tensor]:
             continue
         seen.add(id(tensor))
         plain = name.replace(".base_layer.", ".")
-        result[plain] = tensor + deltas[plain] if plain in deltas else tensor.detach()
+        result[plain] = tensor + adapted[plain](ADAPTER) if plain in adapted else tensor.detach()
     return result
 
 

@@ -1,6 +1,6 @@
 """Store of Versions on disk: each is written in one rename and recognised by its checksum.
 
-    <run_dir>/weights/v7/model.safetensors    the tensors
+    <run_dir>/weights/v7/model.safetensors    the tensors, or adapter_model.safetensors with adapter_config.json
     <run_dir>/weights/v7/checksum             of the file above
 
 A directory named `v7` is always whole: it is written under another name and renamed. Old Versions are removed once
@@ -16,7 +16,7 @@ from pathlib import Path
 from shoal.errors import RunDirError
 from shoal.files import checksum
 
-FILE = "model.safetensors"
+FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class WeightStore:
         directory.mkdir(parents=True, exist_ok=True)
 
     def begin(self, version: int) -> Path:
-        """Creates an empty directory, in which the caller writes `FILE` before `seal` renames it.
+        """Creates an empty directory, in which the caller writes `FILE` or `ADAPTER_FILE` before `seal` renames it.
 
         Raises `RunDirError`.
         """
@@ -55,12 +55,13 @@ class WeightStore:
         """Renames a begun directory to its Version, replacing an older one. Raises `RunDirError`."""
         unfinished, final = self._directory / f"v{version}.unfinished", self._directory / f"v{version}"
         with self._writing():
-            digest = checksum(unfinished / FILE)
+            name = _name_in(unfinished)
+            digest = checksum(unfinished / name)
             (unfinished / "checksum").write_text(digest)
             if final.exists():
                 shutil.rmtree(final)
             unfinished.rename(final)
-        return WrittenVersion(version, final / FILE, digest)
+        return WrittenVersion(version, final / name, digest)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -74,10 +75,11 @@ class WeightStore:
         final = self._directory / f"v{version}"
         try:
             digest = (final / "checksum").read_text()
-            whole = checksum(final / FILE) == digest
+            file = final / _name_in(final)
+            whole = checksum(file) == digest
         except OSError:
             return None
-        return WrittenVersion(version, final / FILE, digest) if whole else None
+        return WrittenVersion(version, file, digest) if whole else None
 
     def keep_only(self, version: int) -> None:
         """Removes all other Versions that an ended run left, older, newer or unfinished."""
@@ -91,3 +93,8 @@ class WeightStore:
             number = path.name[1:]
             if number.isdigit() and int(number) < version:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _name_in(directory: Path) -> str:
+    """Name of the file with a Version's tensors: a whole model may have its adapter beside it."""
+    return ADAPTER_FILE if (directory / ADAPTER_FILE).is_file() and not (directory / FILE).is_file() else FILE

@@ -1,0 +1,133 @@
+"""Start of a sharded model: each rank makes it without memory, shards it, and reads its slices only.
+
+Slices of a float32 checkpoint on a CPU are views of the mapped file: they take memory when they are first used.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
+
+from shoal.config.training import LoRAConfig
+from shoal.errors import ModelError
+from shoal.model import checkpoint_names
+from shoal.model.loading import checkpoint_layers, empty_model, load_model, refuse_different
+from shoal.model.tensor_files import FILE, INDEX, TensorFiles
+from shoal.trainer.ranks import Ranks, like
+from shoal.trainer.weight_files import add_adapters
+
+PROBED_TOKENS = 16
+
+
+def loaded(
+    path: Path | str, ranks: Ranks, device: str, lora: LoRAConfig | None = None, *, gradient_checkpointing: bool = False
+) -> PreTrainedModel:
+    """Model at `path`, sharded over the ranks; each rank reads its part only, unless adapters are added.
+
+    All ranks call it. Raises `ModelError` and `ConfigError`.
+    """
+    adapted = lora is not None and lora.rank > 0
+    if ranks.count > 1 and not adapted and _has_slices(Path(path)):
+        return load_sharded(Path(path), ranks, device, gradient_checkpointing=gradient_checkpointing)
+    model = load_model(path, device=device, gradient_checkpointing=gradient_checkpointing)
+    if lora is not None and adapted:
+        add_adapters(model, lora)
+    ranks.shard(model, device)
+    return model
+
+
+def load_sharded(path: Path, ranks: Ranks, device: str, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+    """Causal LM in float32, sharded over the ranks, in evaluation mode; all ranks call it. Raises `ModelError`.
+
+    Attention is checked on a copy with a vocabulary of few tokens, because the whole one would be gathered here.
+    """
+    files = TensorFiles(path)
+    probed = empty_model(path, few_tokens=PROBED_TOKENS)
+    ranks.shard(probed.to(device) if device != "cpu" else probed, device)
+    fill(probed, files, device)
+    refuse_different(probed)
+    del probed
+    model = empty_model(path)
+    if gradient_checkpointing:
+        checkpoint_layers(model)
+    ranks.shard(model, device)
+    fill(model, files, device)
+    return model
+
+
+def _has_slices(path: Path) -> bool:
+    """Whether a model is a directory of safetensors files."""
+    return any((path / name).is_file() for name in (FILE, INDEX))
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, files: TensorFiles, device: str) -> None:
+    """Gives each parameter without memory its part of the checkpoint. Raises `ModelError` for one that it lacks."""
+    made_of = checkpoint_names.conversions(model, files)
+    filled: dict[int, nn.Parameter] = {}  # tied parameters stay one
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    empty = [
+        (module, key, parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    if missing := sorted({names[id(parameter)] for *_, parameter in empty} - made_of.keys()):
+        raise ModelError(
+            f"model {model.config._name_or_path!r} lacks {len(missing)} of its tensors, such as {missing[0]}"
+        )
+    for module, key, parameter in empty:
+        if id(parameter) not in filled:
+            filled[id(parameter)] = _filled(model, names[id(parameter)], parameter, files, made_of, device)
+        setattr(module, key, filled[id(parameter)])
+    for name, buffer in model.named_buffers():
+        if name in made_of:
+            buffer.copy_(_whole(model, name, files, made_of))
+
+
+def _filled(
+    model: PreTrainedModel,
+    name: str,
+    parameter: nn.Parameter,
+    files: TensorFiles,
+    made_of: Mapping[str, tuple[object, dict[str, str]]],
+    device: str,
+) -> nn.Parameter:
+    """Parameter with this rank's rows."""
+    converter, sources = made_of[name]
+    if not isinstance(parameter.data, DTensor):
+        return nn.Parameter(_whole(model, name, files, made_of).float().to(device), parameter.requires_grad)
+    if len(sources) > 1 or (converter is not None and not isinstance(converter, WeightRenaming)):
+        whole = _whole(model, name, files, made_of).float()
+        return nn.Parameter(like(whole, parameter.data), parameter.requires_grad)
+    source = next(iter(sources), name)
+    rows = files.rows(source, _rows(parameter.data)).float().to(device)
+    shard = DTensor.from_local(
+        rows,
+        parameter.data.device_mesh,
+        parameter.data.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return nn.Parameter(shard, parameter.requires_grad)
+
+
+def _whole(
+    model: PreTrainedModel, name: str, files: TensorFiles, made_of: Mapping[str, tuple[object, dict[str, str]]]
+) -> Tensor:
+    sources = made_of[name][1] or {name: name}
+    tensors = {source: files.whole(source) for source in sources}
+    return checkpoint_names.model_tensors(model, tensors)[name]
+
+
+def _rows(parameter: DTensor) -> slice:
+    """Rows of this rank: even chunks of the first dimension, as `fully_shard` cuts them."""
+    mesh = parameter.device_mesh
+    count, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    chunk = -(-parameter.shape[0] // count)
+    return slice(min(index * chunk, parameter.shape[0]), min((index + 1) * chunk, parameter.shape[0]))
