@@ -8,6 +8,7 @@ import inspect
 import multiprocessing
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from shoal.model.packed import packed_logprobs
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 BOUND_NATS = 1e-4
-PATIENCE_S = 20
+PATIENCE_S = 120
 HEAD = """# Models
 
 <!-- Written by `make architectures`. -->
@@ -156,21 +157,23 @@ def main() -> None:
         print(model_type, *found[model_type], flush=True)
     if sys.argv[1:]:
         return
+    DOC.write_text(page(found))
+    sys.exit("different" in [word for word, _ in found.values()])
+
+
+def page(found: Mapping[str, tuple[str, str]]) -> str:
+    """The page of all architectures, each with its word and reason."""
     counted = [word for word, _ in found.values()]
     rows = [
         f"| {name} | {word} | {' '.join(why.split())[:150].replace('|', '/')} |" for name, (word, why) in found.items()
     ]
-    DOC.write_text(
-        HEAD.format(
-            version=transformers.__version__,
-            computed=counted.count("computed"),
-            refused=counted.count("refused"),
-            unmade=counted.count("not made"),
-        )
-        + "\n".join(rows)
-        + "\n"
+    head = HEAD.format(
+        version=transformers.__version__,
+        computed=counted.count("computed"),
+        refused=counted.count("refused"),
+        unmade=counted.count("not made"),
     )
-    sys.exit("different" in counted)
+    return head + "\n".join(rows) + "\n"
 
 
 if __name__ == "__main__":
