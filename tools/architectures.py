@@ -121,7 +121,7 @@ def verdict(model_type: str) -> tuple[str, str]:
         try:
             ours = load_model(folder)
         except ModelError as error:
-            return "refused", str(error)
+            return "refused", str(error).replace(f"{folder!r}", "of it")
         with torch.no_grad():
             logp_T = packed_logprobs(ours, torch.cat(rows), [len(row) for row in rows])
         worst = max(
