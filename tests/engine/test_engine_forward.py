@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_models import plain, saved
-from shoal.engine.forward import DirectForward, forward_of, through_modules
+from shoal.engine.forward import DirectForward, ModuleForward, forward_of
 from shoal.model.loading import load_model
 from shoal.model.packed import PackedRows
 from shoal.model.prefix_tree import prefix_tree
@@ -71,6 +71,6 @@ def test_in_bfloat16_it_is_as_near_to_float32_as_the_modules_are(tmp_path: Path)
     with torch.inference_mode():
         exact_LV = plain(path)(token_L[None]).logits[0]
         model = load_model(path, dtype="bfloat16")
-        modules = (through_modules(model)(token_L, at_L, layout, None) - exact_LV).abs().mean()
+        modules = (ModuleForward(model)(token_L, at_L, layout, None) - exact_LV).abs().mean()
         direct = (DirectForward(model, 90)(token_L, at_L, layout, None) - exact_LV).abs().mean()
     assert direct < 1.2 * modules

@@ -116,7 +116,7 @@ def test_storage_never_exceeds_its_budget_by_more_than_one_layer(
             steps += 1
             assert steps < 20_000, "something starves"
             if generator.random() < 0.02:
-                scheduler.forget()
+                scheduler.forget(scheduler.running)
             for sequence in computed(cache, scheduler.plan()):
                 sequence.sampled.append(0)
                 if sequence.total >= ends[sequence]:

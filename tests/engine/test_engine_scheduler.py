@@ -116,11 +116,11 @@ def test_any_traffic_is_computed_from_kv_that_is_stored_and_every_sequence_finis
         if step in abort_at and unfinished:
             scheduler.remove(unfinished.pop(0))
         if step in forget_at:
-            scheduler.forget()
+            scheduler.forget(scheduler.running)
             for sequence in unfinished:
                 sequence.stored = 0
         if step in stale_at:
-            scheduler.mark_stale()
+            scheduler.mark_stale(scheduler.running)
         plan = scheduler.plan()
         assert len(scheduler.running) <= max_running
         assert sum(sequence.total + 1 for sequence in scheduler.running) <= max(budget, MAX_MODEL_LEN + 1)
@@ -206,7 +206,7 @@ def test_kv_of_older_weights_is_never_copied() -> None:
         scheduler.add(sequence)
     for sequence in computed(scheduler.plan(), 2, 100):
         sequence.sampled.append(0)
-    scheduler.mark_stale()
+    scheduler.mark_stale(scheduler.running)
     scheduler.remove(sequences[0])
     plan = scheduler.plan()
     assert plan.copies == ()

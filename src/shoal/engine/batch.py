@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shoal.engine.adapters import AdaptedRows
 from shoal.engine.attention import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.kv_cache import KVCache
 from shoal.engine.logit_rules import reported
@@ -133,6 +134,10 @@ class StepBatch:
         ]
         self.layout = CachedRows([*self._decode, *(_chunk_rows(members, cache, device) for members in together)])
         self.keep_K = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else None
+        adapters_T = [draft.adapter for draft in decoding]
+        for chunk in chunks:
+            adapters_T += [chunk.sequence.adapter] * chunk.length
+        self._adapted = AdaptedRows(adapters_T, self.keep_K, device) if any(adapters_T) else None
         own_rows = len(expand) == len(keep) and not self.scored
         self.expand = None if own_rows else torch.tensor(expand, dtype=torch.long, device=device)
         self.sampling = SamplingRows([draft.sampling for draft in self.drafts], device) if self.drafts else None
@@ -157,6 +162,7 @@ class StepBatch:
 
     def logits(self, forward: "Forward") -> Tensor:
         """Logits [K, V] of the kept rows."""
+        forward.adapted = self._adapted
         return forward(self.token_T, self.position_T, self.layout, self.keep_K)
 
     def route(self, found_TE: Tensor) -> None:

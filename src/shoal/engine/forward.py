@@ -6,45 +6,78 @@ become one product, and a rotation becomes one complex product. The result is eq
 architecture). Both use the same tensors, so weights load in place.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from shoal.engine.adapters import AdaptedRows, Products
 from shoal.model import family
 from shoal.model.family import Layout
 
 if TYPE_CHECKING:  # the richest of the family stands for all of it
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
 
-Forward: TypeAlias = Callable[[Tensor, Tensor, Layout, Tensor | None], Tensor]
-"""Signature: (token_T, position_T, layout, keep_K) -> logits [K, V] of the kept rows; of all rows when `keep_K` is
-None."""
+
+class Forward(Protocol):
+    """Forward pass of a model."""
+
+    adapted: AdaptedRows | None
+    """Rows of the next forward that adapters change."""
+
+    @property
+    def products(self) -> Products:
+        """Products that adapters may change."""
+
+    def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
+        """Logits [K, V] of the kept rows; of all rows when `keep_K` is None."""
 
 
 def forward_of(model: PreTrainedModel, longest: int) -> Forward:
     """Fastest known forward for a model whose sequences have at most `longest` tokens."""
-    return DirectForward(model, longest) if family.is_known(model) else through_modules(model)
+    return DirectForward(model, longest) if family.is_known(model) else ModuleForward(model)
 
 
-def through_modules(model: PreTrainedModel) -> Forward:
+class ModuleForward:
     """Forward of any causal LM through transformers' modules."""
 
-    def forward(token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
-        logits_1KV: Tensor = model(
-            input_ids=token_T[None],
-            position_ids=position_T[None],
-            use_cache=False,
-            logits_to_keep=0 if keep_K is None else keep_K,
-            layout=layout,
-        ).logits
+    def __init__(self, model: PreTrainedModel) -> None:
+        head = model.get_output_embeddings()
+        self._model = model
+        # A list of experts reads other rows than those of the forward.
+        self._linears = {
+            name: one
+            for name, one in model.named_modules()
+            if isinstance(one, nn.Linear) and one is not head and ".experts." not in name
+        }
+        self.products: Products = {name: ((name, one.out_features),) for name, one in self._linears.items()}
+        self.adapted: AdaptedRows | None = None
+
+    def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
+        """Computes logits; see `Forward`."""
+        with ExitStack() as hooks:
+            if self.adapted is not None:
+                for name, linear in self._linears.items():
+                    hooks.callback(linear.register_forward_hook(partial(self._add, self.adapted, name)).remove)
+            logits_1KV: Tensor = self._model(
+                input_ids=token_T[None],
+                position_ids=position_T[None],
+                use_cache=False,
+                logits_to_keep=0 if keep_K is None else keep_K,
+                layout=layout,
+            ).logits
         return logits_1KV[0]
 
-    return forward
+    @staticmethod
+    def _add(adapted: AdaptedRows, name: str, _: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> Tensor:
+        x, y = given[0].reshape(-1, given[0].shape[-1]), result.reshape(-1, result.shape[-1])
+        return adapted.added(name, x, y).view(result.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +93,8 @@ class _Layer:
     down_weight_t: Tensor
     scaling: float
     window: int | None
+    names: tuple[str, ...]
+    """Names of its products: queries, keys and values; output; gate and up; down."""
 
 
 class DirectForward:
@@ -74,7 +109,10 @@ class DirectForward:
         self._head_VW = model.get_output_embeddings().weight
         self._norm_W = body.norm.weight
         self._eps: float = config.rms_norm_eps
-        self._layers = [_layer(cast("Qwen3DecoderLayer", layer)) for layer in body.layers]
+        self.adapted: AdaptedRows | None = None
+        self.products: dict[str, Sequence[tuple[str, int]]] = {}
+        names = {id(module): name for name, module in model.named_modules()}
+        self._layers = [self._layer(cast("Qwen3DecoderLayer", layer), names) for layer in body.layers]
         self._width: int = body.layers[0].self_attn.head_dim
         self._heads: int = config.num_attention_heads
         self._kv_heads: int = config.num_key_value_heads
@@ -87,18 +125,22 @@ class DirectForward:
         for index, layer in enumerate(self._layers):
             q, k, v = self._attended(self._normed(x_TW, layer.norm_in_W), layer, rotation_T1F)
             out_TW = layout.attend(index, q, k, v, layer.scaling, layer.window).flatten(1)
-            if keep_K is not None and layer is self._layers[-1]:  # the other rows need only keys and values
+            kept = keep_K is not None and layer is self._layers[-1]
+            if keep_K is not None and kept:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_K), out_TW.index_select(0, keep_K)
-            x_TW = torch.addmm(x_TW, out_TW, layer.out_weight_t)
-            gate_up = F.linear(self._normed(x_TW, layer.norm_mid_W), layer.gate_up_weight)
+            x_TW = self._adapted(layer, 1, out_TW, torch.addmm(x_TW, out_TW, layer.out_weight_t), kept=kept)
+            mid_TW = self._normed(x_TW, layer.norm_mid_W)
+            gate_up = self._adapted(layer, 2, mid_TW, F.linear(mid_TW, layer.gate_up_weight), kept=kept)
             gate, up = gate_up.chunk(2, -1)
-            x_TW = torch.addmm(x_TW, F.silu(gate).mul_(up), layer.down_weight_t)
+            mid_TW = F.silu(gate).mul_(up)
+            x_TW = self._adapted(layer, 3, mid_TW, torch.addmm(x_TW, mid_TW, layer.down_weight_t), kept=kept)
         return F.linear(self._normed(x_TW, self._norm_W), self._head_VW)
 
     def _attended(self, x_TW: Tensor, layer: _Layer, rotation_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D] and keys and values [T, K, D]."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = F.linear(x_TW, layer.qkv_weight, layer.qkv_bias).view(len(x_TW), heads + 2 * kv_heads, self._width)
+        qkv = self._adapted(layer, 0, x_TW, F.linear(x_TW, layer.qkv_weight, layer.qkv_bias))
+        qkv = qkv.view(len(x_TW), heads + 2 * kv_heads, self._width)
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
         if layer.norms_D is not None:
             q, k = torch.split(qk, [heads, kv_heads], 1)
@@ -106,23 +148,31 @@ class DirectForward:
         q, k = torch.split(family.rotated(qk, rotation_T1F), [heads, kv_heads], 1)
         return q, k, v
 
+    def _adapted(self, layer: _Layer, product: int, x_TW: Tensor, y_TO: Tensor, *, kept: bool = False) -> Tensor:
+        return y_TO if self.adapted is None else self.adapted.added(layer.names[product], x_TW, y_TO, kept=kept)
+
     def _normed(self, x: Tensor, weight_W: Tensor) -> Tensor:
         return F.rms_norm(x, weight_W.shape, weight_W, self._eps)
 
-
-def _layer(layer: "Qwen3DecoderLayer") -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
-    normed = getattr(attention, "q_norm", None) is not None
-    return _Layer(
-        norm_in_W=layer.input_layernorm.weight,
-        norm_mid_W=layer.post_attention_layernorm.weight,
-        qkv_weight=family.joint([linear.weight for linear in qkv]),
-        qkv_bias=None if qkv[0].bias is None else family.joint([linear.bias for linear in qkv]),
-        norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
-        out_weight_t=attention.o_proj.weight.t(),
-        gate_up_weight=family.joint([mlp.gate_proj.weight, mlp.up_proj.weight]),
-        down_weight_t=mlp.down_proj.weight.t(),
-        scaling=attention.scaling,
-        window=family.window_of(attention),
-    )
+    def _layer(self, layer: "Qwen3DecoderLayer", names: Mapping[int, str]) -> _Layer:
+        """Layer with joint products, which it adds to `products`."""
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
+        normed = getattr(attention, "q_norm", None) is not None
+        own = []
+        for linears in (qkv, (attention.o_proj,), gate_up, (mlp.down_proj,)):
+            own.append(names[id(linears[0])])
+            self.products[own[-1]] = [(names[id(linear)], linear.out_features) for linear in linears]
+        return _Layer(
+            norm_in_W=layer.input_layernorm.weight,
+            norm_mid_W=layer.post_attention_layernorm.weight,
+            qkv_weight=family.joint([linear.weight for linear in qkv]),
+            qkv_bias=None if qkv[0].bias is None else family.joint([linear.bias for linear in qkv]),
+            norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
+            out_weight_t=attention.o_proj.weight.t(),
+            gate_up_weight=family.joint([linear.weight for linear in gate_up]),
+            down_weight_t=mlp.down_proj.weight.t(),
+            scaling=attention.scaling,
+            window=family.window_of(attention),
+            names=tuple(own),
+        )

@@ -34,11 +34,18 @@ class HttpEngine:
         await self._client.aclose()
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        session: str = "",
+        adapter: str | None = None,
     ) -> list[Completion]:
-        """Samples `n` completions of one prompt; higher priority goes first."""
+        """Samples `n` completions of one prompt, by a loaded adapter if it is named; higher priority goes first."""
         params = protocol.SamplingParams(**asdict(sampling), n=n)
-        body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority)
+        body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority, model=adapter)
         answer = await self._client.ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
         try:
             completions = [_completion(choice) for choice in answer.choices]
@@ -52,9 +59,11 @@ class HttpEngine:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
         return (await self.scored(token_ids)).logprobs
 
-    async def scored(self, token_ids: Sequence[int], others: int | list[list[int]] = 0) -> protocol.ScoreResponse:
+    async def scored(
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+    ) -> protocol.ScoreResponse:
         """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
-        body = protocol.LogprobsRequest(list(token_ids), others)
+        body = protocol.LogprobsRequest(list(token_ids), others, adapter)
         return await self._client.ask("POST", "/score", protocol.ScoreResponse, body)
 
     async def stream(
@@ -84,6 +93,16 @@ class HttpEngine:
         """Loads the safetensors file (or directory) at `path`; returns once the engine serves it or a newer version."""
         body = protocol.UpdateWeightsRequest(version, _absolute(path))
         await self._client.ask("POST", "/update_weights", protocol.WeightInfo, body)
+
+    async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
+        """Loads an adapter (a directory in the form of peft) under a name; returns the Versions of all by name."""
+        body = protocol.LoadAdapterRequest(name, _absolute(path), version)
+        return (await self._client.ask("POST", "/v1/load_lora_adapter", protocol.LoadedAdapters, body)).adapters
+
+    async def unload_adapter(self, name: str) -> dict[str, int]:
+        """Forgets an adapter; answers that it is giving end with what they have."""
+        body = protocol.UnloadAdapterRequest(name)
+        return (await self._client.ask("POST", "/v1/unload_lora_adapter", protocol.LoadedAdapters, body)).adapters
 
     async def info(self) -> EngineInfo:
         """State of the engine."""

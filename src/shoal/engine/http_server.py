@@ -98,6 +98,7 @@ def _engine(options: argparse.Namespace) -> StepEngine:
             max_waiting=options.max_waiting,
             chunk_tokens=options.chunk_tokens,
             kv_tokens=options.kv_tokens,
+            max_adapters=options.max_adapters,
             prefix_cache_bytes=options.prefix_cache_megabytes * 2**20,
         ),
         on_update=OnUpdate(options.on_update),
@@ -149,6 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--prefix-cache-megabytes", type=int, default=256, help="KV kept of ended sequences; 0 keeps none"
     )
+    parser.add_argument("--max-adapters", type=int, default=defaults.max_adapters, help="adapters loaded by name")
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))
     parser.add_argument("--record-routing", action="store_true", help="answer with the experts of each token, too")
     parser.add_argument("--version", type=int, default=0, help="of the weights in --model")

@@ -41,5 +41,7 @@ class EngineLimits:
     kv_tokens: int | None = None
     """Tokens of KV storage. None: room for `max_running` sequences of full length, and the same again for slots that
     are allocated but unused."""
+    max_adapters: int = 64
+    """Adapters that are loaded by name at once."""
     prefix_cache_bytes: int = 256 * 2**20
     """Bytes of KV kept of ended sequences, for later sequences with the same beginning; 0 keeps none."""

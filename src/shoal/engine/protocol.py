@@ -42,7 +42,7 @@ class GenerateRequest(msgspec.Struct, forbid_unknown_fields=True):
     request_id: str = ""
     priority: int = 0
     model: str | None = None
-    """Name accepted for vLLM's clients; the engine has one model."""
+    """Name of a loaded adapter, or of the model."""
     stream: Literal[False] = False
 
 
@@ -102,6 +102,8 @@ class LogprobsRequest(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[int]
     others: Annotated[int, msgspec.Meta(ge=0)] | list[list[int]] = 0
     """Number of most likely tokens, or a list of token ids for each token but the first."""
+    model: str | None = None
+    """Name of a loaded adapter, or of the model."""
 
 
 class ScoreResponse(msgspec.Struct, omit_defaults=True):
@@ -120,6 +122,30 @@ class UpdateWeightsRequest(msgspec.Struct, forbid_unknown_fields=True):
     version: Annotated[int, msgspec.Meta(le=2**63 - 1)]  # metrics and most readers of JSON hold no larger number
     path: str = ""
     checksum: str | None = None
+
+
+class LoadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /v1/load_lora_adapter`: an adapter in the form of peft, on the engine's machine.
+
+    A name that is loaded already gets a newer Version.
+    """
+
+    lora_name: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    lora_path: str
+    version: Annotated[int, msgspec.Meta(le=2**63 - 1)] = 0
+    checksum: str | None = None
+
+
+class UnloadAdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Body of `POST /v1/unload_lora_adapter`."""
+
+    lora_name: str
+
+
+class LoadedAdapters(msgspec.Struct):
+    """Versions of the loaded adapters by name: answer of loading and unloading."""
+
+    adapters: dict[str, int]
 
 
 class WeightInfo(msgspec.Struct):

@@ -1,13 +1,16 @@
 """A request, and the completions being sampled for it."""
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 
+from shoal.engine.adapters import NamedAdapter
 from shoal.engine.logit_rules import RuledLogits, Top
 from shoal.engine.scheduler import SequenceState
+from shoal.errors import RequestRefused
 from shoal.model import UNKNOWN
 from shoal.types import FinishReason, Sampling
 
@@ -60,8 +63,14 @@ class Draft(SequenceState):
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
     finish_reason: FinishReason | None = None
+    adapter: NamedAdapter | None = None
     routing: list[bytes] = field(default_factory=list)
     """Experts of each token whose KV was computed here, as it was computed first."""
+
+    @property
+    def marked(self) -> tuple[int, ...]:
+        """Numbers before the tokens in the key of their KV, which is another under each adapter."""
+        return () if self.adapter is None else (-self.adapter.serial,)
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens `start : end`."""
@@ -93,6 +102,8 @@ class Request:
     """Tokens to score without sampling; the prompt is all of them but the last."""
     others: Others = 0
     rules: RuledLogits | None = None
+    adapter: str = ""
+    """Name of the adapter that answers; empty for the weights alone."""
     drafts: list[Draft] = field(default_factory=list)
 
     @property
@@ -101,7 +112,41 @@ class Request:
         return all(draft.finish_reason is not None for draft in self.drafts)
 
 
-def scoring(token_ids: Sequence[int], others: Others = 0) -> Request:
+def drafts_of(
+    request: Request, request_id: int, max_model_len: int, adapters: Mapping[str, NamedAdapter]
+) -> list[Draft]:
+    """Drafts of a request, each with the room left beside the prompt. Raises `RequestRefused` without its adapter."""
+    if request.adapter and request.adapter not in adapters:
+        known = ", ".join(adapters) or "none"
+        raise RequestRefused(f"model: expected the name of a loaded adapter ({known}), got {request.adapter!r}")
+    sampling, prompt_len = request.sampling, len(request.prompt_ids)
+    room = 0 if request.score_ids else min(sampling.max_tokens, max_model_len - prompt_len)
+    # Bytes, because their hash is computed once.
+    prompt_key = request.adapter.encode() + b"\0" + array("q", request.prompt_ids).tobytes()
+    stop_ids = frozenset(sampling.stop_token_ids)
+    return [
+        Draft(
+            request_id=request_id,
+            prompt_len=prompt_len,
+            priority=request.priority,
+            prompt_key=prompt_key,
+            whole=index == 0 and bool(request.score_ids),
+            targets=request.score_ids[1:] if index == 0 else (),
+            others=request.others,
+            prompt_ids=request.prompt_ids,
+            sampling=sampling,
+            index=index,
+            max_sampled=room,
+            stop_ids=stop_ids,
+            rules=None if request.rules is None else request.rules.copy(),
+            uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
+            adapter=adapters.get(request.adapter),
+        )
+        for index in range(request.n)
+    ]
+
+
+def scoring(token_ids: Sequence[int], others: Others = 0, adapter: str = "") -> Request:
     """Request for the logprobs of tokens 1..L-1 of at least two tokens, and of `others` in their places."""
     assert len(token_ids) > 1
-    return Request(token_ids[:-1], Sampling(max_tokens=1), score_ids=token_ids, others=others)
+    return Request(token_ids[:-1], Sampling(max_tokens=1), score_ids=token_ids, others=others, adapter=adapter)

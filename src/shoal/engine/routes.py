@@ -142,6 +142,7 @@ class EngineServer:
         self._crashed = crashed
         self._waiters: dict[Request, asyncio.Future[None]] = {}
         self._streams: set[TokenStream] = set()
+        self._model_dir = model_dir
         self._grammars = Grammars(model_dir, engine.vocabulary)
         self._refused = self._failed_updates = 0
         self._failure = ""
@@ -156,6 +157,8 @@ class EngineServer:
             Route("/is_paused", self._is_paused),
             Route("/abort_requests", self._abort_requests, methods=["POST"]),
             Route("/update_weights", self._update_weights, methods=["POST"]),
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/weight_info", self._weight_info),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
@@ -202,7 +205,8 @@ class EngineServer:
         return await result(self._thread.call(function))
 
     async def _generate(self, http: HttpRequest) -> Response:
-        request = _request(await self._body(http, protocol.GenerateRequest))
+        asked = await self._body(http, protocol.GenerateRequest)
+        request = _request(asked, self._adapter(asked.model))
         self._engine.check(request)
         await self._answered(http, request)
         if not request.finished:
@@ -262,7 +266,7 @@ class EngineServer:
             self._engine.check_tokens(ids, self._engine.limits.max_model_len)
         if len(token_ids) == 1:
             return json(protocol.ScoreResponse([]))
-        request = scoring(token_ids, asked.others)
+        request = scoring(token_ids, asked.others, self._adapter(asked.model))
         await self._answered(http, request)
         draft = request.drafts[0] if request.drafts else None
         if draft is None or not request.finished:
@@ -305,6 +309,24 @@ class EngineServer:
         await result(served)
         return await self._weight_info(http)
 
+    async def _load_adapter(self, http: HttpRequest) -> Response:
+        asked = await self._body(http, protocol.LoadAdapterRequest)
+        path = Path(asked.lora_path)
+        check_below(weight_file(path), self._weights)
+        read = partial(self._engine.slots.adapter, asked.lora_name, asked.version, path, asked.checksum)
+        adapter = await asyncio.get_running_loop().run_in_executor(self._reading, read)
+        await self._call(lambda: self._engine.load_adapter(adapter))
+        return await self._adapters()
+
+    async def _unload_adapter(self, http: HttpRequest) -> Response:
+        asked = await self._body(http, protocol.UnloadAdapterRequest)
+        await self._call(lambda: self._engine.unload_adapter(asked.lora_name))
+        return await self._adapters()
+
+    async def _adapters(self) -> Response:
+        served = await self._call(lambda: {name: one.version for name, one in self._engine.adapters.items()})
+        return json(protocol.LoadedAdapters(served))
+
     async def _weight_info(self, _: HttpRequest) -> Response:
         return json(
             await self._call(lambda: protocol.WeightInfo(self._engine.version, self._engine.checksum, self._failure))
@@ -326,6 +348,10 @@ class EngineServer:
     async def _info(self, _: HttpRequest) -> Response:
         return json(await self._call(self._engine.info))
 
+    def _adapter(self, model: str | None) -> str:
+        """Adapter that a request names; empty for the model itself."""
+        return "" if model in (None, str(self._model_dir)) else str(model)
+
     async def _body(self, http: HttpRequest, kind: type[T]) -> T:
         return decoded(await body(http, protocol.MAX_BODY_BYTES), kind)
 
@@ -340,10 +366,10 @@ def _soon(loop: asyncio.AbstractEventLoop, function: Callable[[T], None], argume
         loop.call_soon_threadsafe(function, argument)
 
 
-def _request(body: protocol.GenerateRequest) -> Request:
+def _request(body: protocol.GenerateRequest, adapter: str = "") -> Request:
     """Engine request of a body. Raises `RequestRefused` for values out of range."""
     params, sampling = body.sampling_params, protocol.sampling_of(body.sampling_params)
-    return Request(body.token_ids, sampling, n=params.n, priority=body.priority, name=body.request_id)
+    return Request(body.token_ids, sampling, n=params.n, priority=body.priority, name=body.request_id, adapter=adapter)
 
 
 def _choice(draft: Draft) -> protocol.GeneratedChoice:

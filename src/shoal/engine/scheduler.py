@@ -164,15 +164,15 @@ class Scheduler(Generic[S]):
         if self._waiting.pop(sequence.arrival, None) is None:
             self._leave(sequence)
 
-    def forget(self) -> None:
-        """Drops the KV of every running sequence."""
-        for sequence in self.running:
+    def forget(self, sequences: Iterable[S]) -> None:
+        """Drops the KV of running sequences."""
+        for sequence in sequences:
             sequence.forget()
         self._plan = None
 
-    def mark_stale(self) -> None:
+    def mark_stale(self, sequences: Iterable[S]) -> None:
         """Marks the stored KV as computed under older weights, so that no sibling copies it."""
-        for sequence in self.running:
+        for sequence in sequences:
             sequence.stale = sequence.kv_len > 0
         self._plan = None
 

@@ -9,7 +9,6 @@ computed its logits.
 """
 
 import time
-from array import array
 from collections.abc import Sequence
 from concurrent.futures import Future
 from itertools import count
@@ -19,12 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from shoal.engine.adapters import NamedAdapter
 from shoal.engine.batch import StepBatch, sample
 from shoal.engine.forward import forward_of
 from shoal.engine.kv_cache import KVCache, StoredKV
 from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.prefixes import PrefixCache
-from shoal.engine.request import Draft, Request, Uniforms
+from shoal.engine.request import Draft, Request, drafts_of
 from shoal.engine.scheduler import Scheduler
 from shoal.engine.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -70,7 +70,8 @@ class StepEngine:
         self.model = model.requires_grad_(False)
         self._forward = forward_of(self.model, limits.max_model_len)
         self._routing = Routing(model) if records_routing and routers_of(model) else None
-        self.slots = WeightSlots(model)
+        self.slots = WeightSlots(model, self._forward.products)
+        self.adapters: dict[str, NamedAdapter] = {}
         self._device = next(model.parameters()).device
         self.vocabulary = model.get_input_embeddings().weight.shape[0]
         self._on_update = on_update
@@ -119,36 +120,10 @@ class StepEngine:
         if self._scheduler.waiting + request.n > self.limits.max_waiting:
             raise EngineUnavailable(f"the queue is full: {self._scheduler.waiting} sequences wait")
         request_id = next(self._ids)
-        request.drafts += self._drafts(request, request_id)
+        request.drafts += drafts_of(request, request_id, self.limits.max_model_len, self.adapters)
         self._requests[request_id] = request  # after all checks that raise: a request without drafts would never end
         for draft in request.drafts:
             self._scheduler.add(draft)
-
-    def _drafts(self, request: Request, request_id: int) -> list[Draft]:
-        """Drafts of a request, each with the room left beside the prompt."""
-        sampling, prompt_len = request.sampling, len(request.prompt_ids)
-        room = 0 if request.score_ids else min(sampling.max_tokens, self.limits.max_model_len - prompt_len)
-        prompt_key = array("q", request.prompt_ids).tobytes()  # bytes, because their hash is computed once
-        stop_ids = frozenset(sampling.stop_token_ids)
-        return [
-            Draft(
-                request_id=request_id,
-                prompt_len=prompt_len,
-                priority=request.priority,
-                prompt_key=prompt_key,
-                whole=index == 0 and bool(request.score_ids),
-                targets=request.score_ids[1:] if index == 0 else (),
-                others=request.others,
-                prompt_ids=request.prompt_ids,
-                sampling=sampling,
-                index=index,
-                max_sampled=room,
-                stop_ids=stop_ids,
-                rules=None if request.rules is None else request.rules.copy(),
-                uniforms=None if sampling.seed is None else Uniforms(sampling.seed, index),
-            )
-            for index in range(request.n)
-        ]
 
     def abort(self, requests: Sequence[Request] | None = None) -> int:
         """Ends requests (all when None) with their sampled tokens; returns how many were unfinished."""
@@ -203,6 +178,28 @@ class StepEngine:
         """Raises `RequestRefused` for a version that cannot be served any more."""
         if version < self.version:
             raise RequestRefused(f"version: {self.version} is served, expected no older one, got {version}")
+
+    def load_adapter(self, adapter: NamedAdapter) -> None:
+        """Serves a named adapter from the next step on; running answers under its name go on with it."""
+        older = self.adapters.get(adapter.name)
+        if older is not None and older.version > adapter.version:
+            raise RequestRefused(f"version: {older.version} of {adapter.name!r} is served, got {adapter.version}")
+        if older is None and len(self.adapters) >= self.limits.max_adapters:
+            raise RequestRefused(f"lora_name: {len(self.adapters)} adapters are loaded already; unload another first")
+        self.adapters[adapter.name] = adapter
+        for request in self._requests.values():
+            if request.adapter == adapter.name:
+                for draft in request.drafts:
+                    draft.adapter = adapter
+        running = [draft for draft in self._scheduler.running if draft.adapter is adapter]
+        self.interruptions += bool(running)
+        self._outdate(running)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forgets a named adapter; requests that name it end with their sampled tokens."""
+        if self.adapters.pop(name, None) is None:
+            raise RequestRefused(f"lora_name: no adapter {name!r} is loaded")
+        self.abort([request for request in self._requests.values() if request.adapter == name])
 
     @property
     def idle(self) -> bool:
@@ -326,7 +323,7 @@ class StepEngine:
             self.stale_tokens += draft.stale
             draft.sampled.append(token)
             draft.logprobs.append(logprob)
-            draft.versions.append(self.version)
+            draft.versions.append(self.version if draft.adapter is None else draft.adapter.version)
             if draft.rules is not None and draft.rules.failed:
                 self._finish(draft, FinishReason.ABORT)
             elif token in draft.stop_ids:
@@ -352,15 +349,26 @@ class StepEngine:
         stored = self._cache.exported(draft, draft.kv_len)
         if stored is not None:
             size_bytes = sum(k_KLD.nbytes + v_KLD.nbytes for k_KLD, v_KLD in stored.values())
-            self._prefixes.keep(tuple(draft.tokens(0, draft.kv_len)), stored, size_bytes)
+            self._prefixes.keep((*draft.marked, *draft.tokens(0, draft.kv_len)), stored, size_bytes)
 
     def _reusable(self, draft: Draft) -> int:
         """Number of first tokens whose KV an ended sequence left, under the served weights."""
-        found = self._prefixes.longest(tuple(draft.tokens(0, draft.total - 1)))
-        if found is None or found[0] < SHORTEST_PREFIX:
+        found = self._prefixes.longest((*draft.marked, *draft.tokens(0, draft.total - 1)))
+        length = 0 if found is None else found[0] - len(draft.marked)
+        if found is None or length < SHORTEST_PREFIX:
             return 0
-        self._found[draft] = found
-        return found[0]
+        self._found[draft] = length, found[1]
+        return length
+
+    def _outdate(self, running: Sequence[Draft]) -> None:
+        """Drops the KV of running sequences whose weights changed, or keeps it and counts them as stale."""
+        if self._on_update is OnUpdate.KEEP:
+            self._scheduler.mark_stale(running)
+            self.stale_sequences += sum(draft.stale for draft in running)
+        else:
+            for draft in running:
+                self._cache.clear(draft)
+            self._scheduler.forget(running)
 
     def _settle_emptied(self) -> None:
         """Completes the futures of pauses when the engine is empty or the pause is over."""
@@ -380,13 +388,7 @@ class StepEngine:
         self.slots.load(self._update)
         self._prefixes.clear()
         self.interruptions += bool(running)
-        if self._on_update is OnUpdate.KEEP:
-            self._scheduler.mark_stale()
-            self.stale_sequences += sum(draft.stale for draft in running)
-        else:
-            for draft in running:
-                self._cache.clear(draft)
-            self._scheduler.forget()
+        self._outdate(running)
         self.version, self.checksum = self._update.version, self._update.checksum
         self._update = None
         for future in self._update_waiters:

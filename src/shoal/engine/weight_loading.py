@@ -4,7 +4,6 @@ Weights are those of the whole model, or a low-rank adapter in the form of peft,
 which the model was loaded: W' = W + (alpha / rank) B A. The files of these weights stay on the disk and are mapped.
 """
 
-import json
 import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -16,13 +15,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal import files
+from shoal.engine.adapters import FILE as ADAPTER_FILE
+from shoal.engine.adapters import NamedAdapter, Products, joint_pairs, low_rank_pairs
 from shoal.errors import ModelError, RequestRefused
 from shoal.model.checkpoint_names import model_tensors
 from shoal.model.tensor_files import TensorFiles
 
 FILE = "model.safetensors"
-ADAPTER_FILE, ADAPTER_SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-ADAPTER_PREFIX = "base_model.model."
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of tensors in a file, whatever the model's own is. Smaller floats would be numbers without their scales."""
 
@@ -56,6 +55,28 @@ def check_below(path: Path, folders: Sequence[Path]) -> None:
         raise RequestRefused(f"weights {path}: expected a path below a folder given as --weights ({known})")
 
 
+def tensors_at(path: Path, checksum: str | None) -> tuple[Path, str, dict[str, Tensor]]:
+    """Safetensors file that a path names, its checksum and its tensors, mapped.
+
+    The expected checksum is the argument, or else the content of the file `checksum` beside it. Raises
+    `RequestRefused` for a path that is no regular file, or has a wrong checksum.
+    """
+    try:
+        file = weight_file(path)
+        if file.exists() and not file.is_file():  # reading a device or a pipe may never end
+            raise RequestRefused(f"weights {file}: expected a regular file")
+        actual = files.checksum(file)
+        beside = file.with_name("checksum")
+        expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)
+        if actual != expected:
+            raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; write them again")
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError
+        raise RequestRefused(f"weights {path} cannot be read: {error}") from error
+    return file, actual, tensors
+
+
 class WeightSlots:
     """Tensors of a model that weights are loaded into, in place.
 
@@ -63,8 +84,9 @@ class WeightSlots:
     both. An engine that replaces parameters instead serves a stale head.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, products: Products | None = None) -> None:
+        """`products` are those of the forward that uses named adapters."""
+        self._model, self._products = model, products or {}
         self._base = Path(model.name_or_path)
         self._changed: set[str] = set()  # tensors that no longer have the numbers with which the model was loaded
         self._tensors: dict[str, Tensor] = model.state_dict()
@@ -75,23 +97,10 @@ class WeightSlots:
     def staged(self, version: int, path: Path, checksum: str | None) -> StagedWeights:
         """Maps and checks a file without touching the model; safe in another thread than the computing one.
 
-        Raises `RequestRefused` for a path that is no regular file, or has a wrong checksum. The expected checksum is
-        the argument, or else the content of the file `checksum` beside the weights. Tensors other than exactly this
-        model's, or with numbers that are not finite, are refused too.
+        Raises `RequestRefused` as `tensors_at` does, and for tensors other than exactly this model's, or with numbers
+        that are not finite.
         """
-        try:
-            file = weight_file(path)
-            if file.exists() and not file.is_file():  # reading a device or a pipe may never end
-                raise RequestRefused(f"weights {file}: expected a regular file")
-            actual = files.checksum(file)
-            beside = file.with_name("checksum")
-            expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)
-            if actual != expected:
-                raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; write them again")
-            with safe_open(file, framework="pt") as opened:
-                tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        except (OSError, ValueError, SafetensorError) as error:  # a path with a NUL is a ValueError
-            raise RequestRefused(f"weights {path} cannot be read: {error}") from error
+        file, actual, tensors = tensors_at(path, checksum)
         if file.name == ADAPTER_FILE:
             tensors = self._merged(file, tensors)
             self._check_each(file, tensors)
@@ -104,6 +113,13 @@ class WeightSlots:
                 raise RequestRefused(f"weights {file}: experts cannot be packed: {reason}") from error
         self._check(file, tensors)
         return StagedWeights(version, actual, tensors)
+
+    def adapter(self, name: str, version: int, path: Path, checksum: str | None) -> NamedAdapter:
+        """Reads and checks an adapter that is to be loaded by name; safe in any thread. Raises `RequestRefused`."""
+        file, _, tensors = tensors_at(path, checksum)
+        pairs = low_rank_pairs(file, tensors, self._tensors)
+        like = self._model.get_input_embeddings().weight
+        return NamedAdapter(name, version, joint_pairs(pairs, self._products, like))
 
     @torch.inference_mode()
     def load(self, weights: StagedWeights) -> None:
@@ -131,29 +147,12 @@ class WeightSlots:
     @torch.no_grad()
     def _merged(self, file: Path, adapter: dict[str, Tensor]) -> dict[str, Tensor]:
         """Weights of the adapted layers, in the model's dtype. Raises `RequestRefused` for another model's adapter."""
-        try:
-            settings = json.loads(file.with_name(ADAPTER_SETTINGS).read_bytes())
-            scale = float(settings["lora_alpha"]) / int(settings["r"])
-        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-            raise RequestRefused(f"adapter {file}: {ADAPTER_SETTINGS} beside it: {error!r}") from error
-        layers = {key.removeprefix(ADAPTER_PREFIX).rpartition(".lora_")[0] for key in adapter}
-        expected = {f"{ADAPTER_PREFIX}{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
-        unknown = sorted(f"{layer}.weight" for layer in layers if f"{layer}.weight" not in self._tensors)
-        if adapter.keys() != expected or unknown:
-            raise RequestRefused(
-                f"adapter {file}: expected pairs lora_A and lora_B of this model's layers, got "
-                f"{(unknown or sorted(adapter.keys() ^ expected))[0]!r}"
-            )
-        base, merged = self._base_tensors({f"{layer}.weight" for layer in layers}), {}
-        for layer in sorted(layers):
-            a_RD, b_OR = (adapter[f"{ADAPTER_PREFIX}{layer}.lora_{part}.weight"].float() for part in "AB")
-            name = f"{layer}.weight"
-            if (b_OR.shape[0], a_RD.shape[1]) != tuple(base[name].shape) or b_OR.shape[1] != len(a_RD):
-                expected_shape = list(base[name].shape)
-                raise RequestRefused(f"adapter {file}: {layer!r}: expected the shape {expected_shape} of the layer")
-            whole = torch.addmm(base[name].float(), b_OR, a_RD, alpha=scale)
-            merged[name] = whole.to(self._tensors[name].dtype)
-        return merged
+        pairs = low_rank_pairs(file, adapter, self._tensors)
+        base = self._base_tensors({f"{layer}.weight" for layer in pairs})
+        return {
+            (name := f"{layer}.weight"): torch.addmm(base[name].float(), b_OR, a_RD).to(self._tensors[name].dtype)
+            for layer, (a_RD, b_OR) in pairs.items()
+        }
 
     def _check(self, file: Path, tensors: dict[str, Tensor]) -> None:
         unknown = sorted(tensors.keys() - self._tensors.keys())
