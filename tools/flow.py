@@ -32,7 +32,6 @@ rollout.orchestrator:Orchestrator._start_one
               engine.routes:EngineServer._generate @ /inference/v1/generate
                           engine.routes:EngineServer._answered
                   engine.step_engine:StepEngine.submit
-                    engine.step_engine:StepEngine._drafts
                     engine.scheduler:Scheduler.add
                 engine.routes:_choice
       model.chat_template:ChatRenderer.message
@@ -173,7 +172,8 @@ run.loop:TrainLoop.load_versions
 engine.step_engine:StepEngine.step
   engine.step_engine:StepEngine._load_or_drain
     engine.weight_loading:WeightSlots.load
-    engine.scheduler:Scheduler.forget
+    engine.step_engine:StepEngine._outdate
+      engine.scheduler:Scheduler.forget
 """
 
 FLOWS = {
