@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster services adapters harnesses trackers tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster slurm services adapters harnesses trackers tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -55,6 +55,11 @@ chaos: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 FULL := --quick
 cluster: $(VENV)/dev-installed
 	$(BIN)/shoal bench cluster $(FULL) --json
+
+# The same run as a job of a real SLURM, whose nodes are namespaces of this machine; as root on Debian.
+slurm: $(VENV)/dev-installed
+	@command -v slurmctld >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends slurm-wlm munge; }
+	$(BIN)/shoal bench slurm --json
 
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/support/services_kill.py 300

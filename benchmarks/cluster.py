@@ -1,11 +1,15 @@
 """A run whose engines, ranks and scorer Ray places on three hosts; two hosts are killed and one joins.
 
 Each host has a network, processes, files and a user of its own where this machine allows (`benchmarks.hosts`). One with
-an engine dies first, then a host joins, then one with a rank dies. A task service, which nobody restarts, is started
-again by hand where its host dies.
+an engine dies first, then a host joins, then one with a rank dies (`Plan.events`). A task
+service, which nobody restarts, is started again by hand where its host dies. The same run without Ray and other hosts
+follows, except with `--quick`.
 
-recovered_s    seconds until as many engines are there again, and until the next step is trained
-lost, doubled  groups that the log does not account for; groups that were trained twice
+recovered_s           seconds until as many engines are there again, and until the next step is trained; a host that
+                      dies may have taken other roles too, which come back meanwhile
+lost, doubled         groups that the log does not account for; groups that were trained twice
+accuracy_one_machine  held-out accuracy after the same run of this machine alone, without faults
+accuracy_error        standard error of the difference between the two accuracies, from their numbers of answers
 """
 
 import json
@@ -16,30 +20,76 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable
+from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks import Report, child_environment, say
-from benchmarks.hosts import RESOURCES, UNSHARED, Hosts, Namespaces, RayNodes, can_isolate
+from benchmarks.hosts import RESOURCES, UNSHARED, Hosts, Namespaces, RayNodes, can_isolate, ray_node
 from shoal.config import parse, to_toml
 from shoal.errors import ShoalError
 from shoal.experience.audit import Check, audit
-from shoal.net.client import TOKEN_VARIABLE
+from shoal.net.client import TOKEN_VARIABLE, authorization
 from shoal.net.listening import free_port
 from shoal.run.demo import demo_config
 from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
 
-HOSTS, ENGINES, RANKS = 3, 2, 2
-PATIENCE_S = 900.0
+RANKS = 2
+PATIENCE_S = 1800.0
 SERVED = "benchmarks.words:words"
 
 
+class Event(StrEnum):
+    """Event of a run on a cluster."""
+
+    ENGINE = "a node with an engine dies"
+    RANK = "a node with a rank dies"
+    JOIN = "a node joins"
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """Size of a run, and what happens to its hosts."""
+
+    steps: int = 720
+    hosts: int = 3
+    engines: int = 2
+    questions: int = 256
+    events: tuple[Event, ...] = (Event.ENGINE, Event.JOIN, Event.RANK)
+    """In order; deaths are spread over the first half of the steps."""
+    ray: dict[str, str] = {}
+    """Variables of Ray's processes."""
+
+
+QUICK = Plan(steps=240)
+SHORT = Plan(
+    steps=24,
+    hosts=2,
+    engines=1,
+    questions=4,
+    events=(Event.JOIN, Event.RANK),
+    ray={"RAY_health_check_timeout_ms": "3000", "RAY_health_check_period_ms": "500"},
+)
+"""What the tests run: a gang that loses its host goes on with the host that joined, of which Ray learns sooner."""
+
+
 def measure(quick: bool) -> Report:
-    """Runs the demo's task on a cluster; `quick` trains a third of the steps."""
+    """Runs the demo's task on a cluster; `quick` trains a third of the steps, and compares with no other run."""
     demo_model()
+    plan = QUICK if quick else Plan()
+    report = on_hosts(plan)
+    return report if quick else {**report, **_compared(report, plan)}
+
+
+def on_hosts(plan: Plan) -> Report:
+    """Runs the demo's task on a cluster, in a process and, where possible, namespaces of its own."""
     apart = UNSHARED if can_isolate() else []
-    command = [*apart, sys.executable, "-m", "benchmarks.cluster", *["--quick"] * quick, *["--apart"] * bool(apart)]
+    given = msgspec.json.encode(plan).decode()
+    command = [*apart, sys.executable, "-m", "benchmarks.cluster", given, *["--apart"] * bool(apart)]
     done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         raise ShoalError(f"the cluster ended with {done.returncode}")
@@ -47,8 +97,21 @@ def measure(quick: bool) -> Report:
     return report
 
 
-def main(*, quick: bool, apart: bool) -> Report:
+def _compared(report: Report, plan: Plan) -> Report:
+    """Accuracy of the same run on this machine alone."""
+    say("the same run on one machine")
+    settings = {"engine.count": plan.engines, "train.ranks": RANKS, "reward.workers": 1}
+    with tempfile.TemporaryDirectory(prefix="shoal-cluster-") as folder:
+        run = _Run.started(Path(folder) / "run", "", plan, settings, {"service": "python", "path": SERVED})
+        after = run.figures()["accuracy_after"]
+    shares = [float(str(report["accuracy_after"])), after]
+    variance = sum(share * (1 - share) / plan.questions for share in shares)
+    return {"accuracy_one_machine": after, "accuracy_error": variance**0.5}
+
+
+def main(plan: Plan, *, apart: bool) -> Report:
     """Measures in this process, which with `apart` has namespaces of its own."""
+    os.environ.update(plan.ray)
     os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a machine may be busy with other things
     from ray.cluster_utils import Cluster
 
@@ -58,49 +121,62 @@ def main(*, quick: bool, apart: bool) -> Report:
         head["node_ip_address"] = Namespaces.address
     cluster: Any = Cluster(initialize_head=True, head_node_args=head)
     try:
-        hosts: Hosts = Namespaces(cluster.address) if apart else RayNodes(cluster)
+        hosts: Hosts = Namespaces(ray_node(cluster.address)) if apart else RayNodes(cluster)
         with tempfile.TemporaryDirectory(prefix="shoal-cluster-") as folder:
-            return _measured(hosts, cluster.address, Path(folder), 240 if quick else 720)
+            return _measured(hosts, cluster.address, Path(folder), plan)
     finally:
         cluster.shutdown()
 
 
-def _measured(hosts: Hosts, gcs: str, folder: Path, steps: int) -> Report:
+def _measured(hosts: Hosts, gcs: str, folder: Path, plan: Plan) -> Report:
     token, listen = secrets.token_urlsafe(16), f"{hosts.address}:{free_port(hosts.address)}"
     settings: dict[str, Any] = {
         "engine.count": 0,
         "reward.workers": 0,
         "cluster.address": gcs,
         "cluster.listen": listen,
-        "cluster.engines.count": ENGINES,
+        "cluster.engines.count": plan.engines,
         "cluster.trainer.hosts": RANKS,
         "cluster.rewards": 1,
     }
-    names = [hosts.add() for _ in range(HOSTS)]
+    names = [hosts.add() for _ in range(plan.hosts)]
+    _wait_for_nodes(gcs, plan.hosts + 1)  # Ray places a role on what is there
     say(f"hosts: {', '.join(names)}")
-    run = _Run.started(folder / "run", token, steps, settings)
+    run = _Run.started(folder / "run", token, plan, settings, {"service": "remote"})
     try:
         cluster = _Troubled(hosts, names, run, f"http://{listen}", token)
-        recovered = cluster.trouble(steps)
+        recovered = cluster.trouble(plan)
         figures = run.figures()
     finally:
         run.process.kill()
     checked = audit(run.run_dir)
     ids = {check: finding.ids for check, finding in checked.findings.items()}
     return {
-        "nodes": HOSTS,
-        "engines": ENGINES,
+        "steps": plan.steps,
+        "nodes": plan.hosts,
+        "engines": plan.engines,
         "ranks": RANKS,
         "isolated": hosts.isolated,
         "accuracy_before": figures["accuracy_before"],
         "accuracy_after": figures["accuracy_after"],
-        "killed": ["a node with an engine", "a node with a rank"],
+        "killed": [event.removesuffix(" dies") for event in plan.events if event is not Event.JOIN],
         "recovered_s": recovered,
         "lost": len(ids.get(Check.ACCOUNTING, ())),
         "doubled": len(ids.get(Check.USED_ONCE, ())),
         "audit": checked.ok,
-        "wall_s": figures["wall_s"],
     }
+
+
+def _wait_for_nodes(gcs: str, count: int) -> None:
+    import ray
+
+    ray.init(address=gcs, log_to_driver=False)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while sum(node["Alive"] for node in ray.nodes()) < count:
+        if time.monotonic() > deadline_s:
+            raise ShoalError(f"expected {count} nodes of Ray, got {ray.nodes()}")
+        time.sleep(0.2)
+    ray.shutdown()
 
 
 class _Troubled:
@@ -116,25 +192,40 @@ class _Troubled:
         self._hosts.start(name, words, {TOKEN_VARIABLE: self._token})
         self._serves = name
 
-    def trouble(self, steps: int) -> dict[str, float]:
+    def trouble(self, plan: Plan) -> dict[str, float]:
         """Kills and adds hosts while the run trains; returns the seconds that each recovery took."""
-        run = self._run
-        run.until("the first steps", lambda: run.steps >= steps // 12)
-        where = run.places(self._alive)
-        if isinstance(self._hosts, Namespaces):
-            assert not any(self._hosts.sees(name, run.run_dir) for name in self._alive), "hosts share the run's folder"
-        # Best a host with nothing else that the run would wait for.
-        engine = min((host for role, host in where.items() if "engine" in role), key=[*where.values()].count)
-        recovered = {"engine": self._after(engine, run.engines_back)}
-        self._alive.append(self._hosts.add())
-        say(f"{self._alive[-1]} joins")
-        run.until("half of the steps", lambda: run.steps >= steps // 2)
-        where = run.places(self._alive)
-        rank = next(host for role, host in where.items() if "rank" in role)
-        recovered["rank"] = self._after(rank, run.gang_back)
+        run, recovered = self._run, {}
+        for index, event in enumerate(plan.events):
+            if event is Event.JOIN:
+                self._alive.append(self._hosts.add())
+                say(f"{self._alive[-1]} joins")
+                continue
+            wanted = plan.steps * (1 + 5 * index // 2) // 12
+            run.until(f"step {wanted}", lambda wanted=wanted: run.steps >= wanted)  # type: ignore[misc]
+            if isinstance(self._hosts, Namespaces):
+                assert not any(self._hosts.sees(name, run.run_dir) for name in self._alive), "hosts share a folder"
+            kind, resumed = event.name.lower(), run.resumed
+            # Best a host with nothing else that the run would wait for.
+            where = run.places(self._alive)
+            host = min((host for role, host in where.items() if kind in role), key=[*where.values()].count)
+            if event is Event.ENGINE:
+                recovered[kind] = self._after(host, partial(self._engines_back, plan.engines))
+            else:
+                recovered[kind] = self._after(host, partial(run.gang_back, resumed))
         return recovered
 
-    def _after(self, host: str, recovered: Callable[[], bool]) -> float:
+    def _engines_back(self, count: int, since_s: float) -> bool:
+        """Whether so many engines are there, and one of them has come within the last seconds."""
+        request = urllib.request.Request(f"{self._url}/v1/roles", headers=authorization(self._token))
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                roles = json.load(answer)
+        except OSError:  # the run gathers its next gang
+            return False
+        there = [role["seconds"] for name, role in roles.items() if name.startswith("engine")]
+        return len(there) == count and min(there) < since_s
+
+    def _after(self, host: str, recovered: Callable[[float], bool]) -> float:
         """Kills a host; returns the seconds until the run has recovered."""
         say(f"{host} dies, and with it {', '.join(self._run.roles_on(host))}")
         self._hosts.kill(host)
@@ -142,7 +233,7 @@ class _Troubled:
         began_s = time.monotonic()
         if host == self._serves:
             self._serve(self._alive[0])
-        self._run.until("recovery", recovered)
+        self._run.until("recovery", lambda: recovered(time.monotonic() - began_s))
         return time.monotonic() - began_s
 
 
@@ -153,13 +244,16 @@ class _Run:
         self.process, self.run_dir = process, run_dir
 
     @classmethod
-    def started(cls, run_dir: Path, token: str, steps: int, settings: dict[str, Any]) -> "_Run":
-        """Starts the demo's run, with a second task that a task service draws."""
-        served = {"name": "words", "service": "remote", "weight": 0.25, "rewrite": DEMO_TASK["rewrite"]}
-        own = {"train.steps": steps, "eval.every_steps": 0, "eval.questions": 128, "checkpoint.every_steps": 10}
+    def started(
+        cls, run_dir: Path, token: str, plan: Plan, settings: dict[str, Any], service: dict[str, str]
+    ) -> "_Run":
+        """Starts the demo's run, with a second task that `service` draws."""
+        words = {"name": "words", "weight": 0.25, "rewrite": DEMO_TASK["rewrite"], **service}
+        own = {"train.steps": plan.steps, "eval.every_steps": 0, "eval.questions": plan.questions}
+        own["checkpoint.every_steps"] = 10
         base = demo_config(run_dir, 0).model_dump(mode="json", exclude_none=True)
         overrides = [f"{name}={value}" for name, value in {**own, **settings}.items()]
-        config = parse({**base, "tasks": [DEMO_TASK, served]}, overrides)
+        config = parse({**base, "tasks": [DEMO_TASK, words]}, overrides)
         file = run_dir.with_suffix(".toml")
         file.write_text(to_toml(config))
         command = [sys.executable, "-m", "shoal.cli", "train", str(file), "--json"]
@@ -183,20 +277,15 @@ class _Run:
         """Steps trained."""
         return max((one["step"] for one in self.records() if one["kind"] == "step"), default=0)
 
-    def states(self, state: str, kind: str) -> int:
-        """Roles of a kind that joined, or left."""
-        events = [one for one in self.records() if one.get("name") == "role" and one["state"] == state]
-        return sum(one["role"].startswith(kind) for one in events)
+    @property
+    def resumed(self) -> int:
+        """How often the run went on from its log."""
+        return sum(one.get("name") == "resumed" for one in self.records())
 
-    def engines_back(self) -> bool:
-        """Whether as many engines are there as at the start, after one has left."""
-        left = self.states("left", "engine")
-        return left > 0 and self.states("joined", "engine") - left == ENGINES
-
-    def gang_back(self) -> bool:
-        """Whether a step was trained after the run was resumed."""
+    def gang_back(self, resumed: int, _: float) -> bool:
+        """Whether a step was trained after the run went on from its log once more than `resumed` times."""
         kinds = [one.get("name", one["kind"]) for one in self.records()]
-        return "resumed" in kinds and "step" in kinds[len(kinds) - kinds[::-1].index("resumed") :]
+        return kinds.count("resumed") > resumed and "step" in kinds[len(kinds) - kinds[::-1].index("resumed") :]
 
     def places(self, hosts: list[str]) -> dict[str, str]:
         """Host of each role that Ray placed, as its log has it last; roles of other hosts are left out."""
@@ -222,4 +311,4 @@ class _Run:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(quick="--quick" in sys.argv, apart="--apart" in sys.argv)))
+    print(json.dumps(main(msgspec.json.decode(sys.argv[1], type=Plan), apart="--apart" in sys.argv)))

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +18,8 @@ from shoal.errors import ShoalError
 
 NETWORK = "10.77.0"
 HEAD = f"{NETWORK}.1"
+HOST_NAME = "host-"
+"""Name of a host, before its number."""
 FIRST_USER = 20_000
 RESOURCES: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 80 << 20}
 UNSHARED = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
@@ -41,6 +43,7 @@ for tree in $TREES; do
     mkdir -p "$tree"; mount --bind "/dev/shm/$index" "$tree"; umount "/dev/shm/$index"; index=$((index + 1))
 done
 mount -t tmpfs -o mode=1777 tmpfs /dev/shm
+hostname "$HOST_NAME"
 cd "$TMPDIR"
 exec setpriv --reuid="$HOST_USER" --regid="$HOST_USER" --clear-groups --no-new-privs "$@"
 """
@@ -94,27 +97,28 @@ class Namespaces:
 
     isolated, address = True, HEAD
 
-    def __init__(self, gcs: str) -> None:
-        """`gcs` is the address of Ray's head."""
-        self._gcs = gcs
+    def __init__(self, command: Callable[[str], Sequence[str]], first_user: int = FIRST_USER, hidden: str = "") -> None:
+        """`command` is what a host runs, by its address, as a user from `first_user` on, or as root when that is 0.
+
+        `hidden` is one more folder that each host has for itself.
+        """
+        self._command, self._first_user, self._hidden = command, first_user, hidden
         self._inits: dict[str, int] = {}
 
     @staticmethod
     def bridge() -> None:
-        """Makes the bridge; before Ray's head starts."""
+        """Makes the bridge; before a server starts at its address."""
         for words in ("link set lo up", "link add br0 type bridge", f"addr add {HEAD}/24 dev br0", "link set br0 up"):
             _ip(words)
 
     def add(self) -> str:
-        """Starts one more host with a Ray node; returns its address."""
+        """Starts one more host; returns its address."""
         number = len(self._inits) + 2
-        address, user = f"{NETWORK}.{number}", FIRST_USER + number
-        ray = str(Path(sys.executable).parent / "ray")
-        given = [f"--{name.replace('_', '-')}={value}" for name, value in RESOURCES.items()]
-        start = [ray, "start", f"--address={self._gcs}", f"--node-ip-address={address}", *given, "--block"]
+        address, trees = f"{NETWORK}.{number}", _trees()
+        trees["HIDDEN"] += f" {self._hidden}"
         process = subprocess.Popen(
-            [*UNSHARED, "sh", "-c", SETUP, "host", *start, "--disable-usage-stats"],
-            env={**_environment(user), "ADDRESS": address, **_trees()},
+            [*UNSHARED, "sh", "-c", SETUP, "host", *self._command(address)],
+            env={**self._environment(number), "ADDRESS": address, "HOST_NAME": f"{HOST_NAME}{number}", **trees},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -123,13 +127,17 @@ class Namespaces:
         assert process.stdout is not None
         if (said := process.stdout.readline()) != READY:
             raise ShoalError(f"a host in namespaces: expected {READY!r}, got {said!r}")
-        _ip(f"link add veth{number} type veth peer name eth0 netns {process.pid}")
-        _ip(f"link set veth{number} master br0 up")
+        self._connect(number, process.pid)
         process.stdin.write(b"go\n")
         process.stdin.close()
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         self._inits[address] = int(child)
         return address
+
+    def _connect(self, number: int, pid: int) -> None:
+        """Gives the network namespace of a process its interface eth0."""
+        _ip(f"link add veth{number} type veth peer name eth0 netns {pid}")
+        _ip(f"link set veth{number} master br0 up")
 
     def kill(self, name: str) -> None:
         """Kills the first process of a host, and with it all others and the network."""
@@ -137,16 +145,23 @@ class Namespaces:
 
     def sees(self, name: str, path: Path) -> bool:
         """Whether a path of this host is on another one."""
-        look = ["nsenter", f"--target={self._inits[name]}", "--mount", "test", "-e", str(path)]
-        return subprocess.run(look, check=False).returncode == 0
+        return self.path_of(name, path).exists()
 
     def start(self, name: str, words: Sequence[str], environment: dict[str, str]) -> None:
         """Starts a command in the namespaces of a host."""
-        user = FIRST_USER + int(name.rpartition(".")[2])
+        given = self._environment(int(name.rpartition(".")[2]))
+        user = given["HOST_USER"]
         enter = ["nsenter", f"--target={self._inits[name]}", "--net", "--mount", "--pid", "--uts", "--ipc"]
         become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups", "--no-new-privs"]
         there = ["sh", "-c", 'cd "$TMPDIR" && exec "$@"', "role"]
-        subprocess.Popen([*enter, *become, *there, *words], env={**_environment(user), **environment})
+        subprocess.Popen([*enter, *become, *there, *words], env={**given, **environment})
+
+    def path_of(self, name: str, path: Path) -> Path:
+        """Path by which this process finds what a host has at `path`."""
+        return Path(f"/proc/{self._inits[name]}/root") / path.relative_to("/")
+
+    def _environment(self, number: int) -> dict[str, str]:
+        return environment_of(self._first_user and self._first_user + number)
 
 
 def can_isolate() -> bool:
@@ -158,7 +173,14 @@ def can_isolate() -> bool:
         return False
 
 
-def _environment(user: int) -> dict[str, str]:
+def ray_node(gcs: str) -> Callable[[str], list[str]]:
+    """Command of a host by its address: a Ray node of the cluster whose head has the address `gcs`."""
+    given = [f"--{name.replace('_', '-')}={value}" for name, value in RESOURCES.items()]
+    start = [str(Path(sys.executable).parent / "ray"), "start", f"--address={gcs}", *given]
+    return lambda address: [*start, f"--node-ip-address={address}", "--block", "--disable-usage-stats"]
+
+
+def environment_of(user: int) -> dict[str, str]:
     """Variables of a host's processes: nothing of this user's but what Python needs."""
     home, name = tempfile.gettempdir(), f"host-{user}"
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}

@@ -13,6 +13,25 @@ from pathlib import Path
 
 PYTHON = os.environ.get("SHOAL_VLLM_PYTHON", "")
 START_TIMEOUT_S = 240.0
+ENVIRONMENT = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "PYTHONPATH": "",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a small server."""
+
+
+def command_at(model: str, port: str) -> list[str]:
+    """The command of a server, as docs/engine.md says."""
+    return [
+        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
+        *("--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-num-seqs", "64"),
+        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+    ]
 
 
 @contextmanager
@@ -21,14 +40,8 @@ def vllm_serving(model: Path, log: Path) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [
-        *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-        *("--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-num-seqs", "64"),
-        *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
-    ]
-    small = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-    quiet = {"VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    env = {**os.environ, "VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": "", **small, **quiet}
+    env = {**os.environ, **ENVIRONMENT}
+    command = command_at(str(model), str(port))
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs, more_drawn
+from joining import TOKEN, joining
 from shoal import wire
 from shoal.engine import canary
 from shoal.engine.detect_server import connect
@@ -26,9 +28,10 @@ from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.experience.audit import audit
 from shoal.experience.log import BODY_BYTES, snapshot
 from shoal.experience.raw import RawRollout, read_groups
+from shoal.net.listening import free_port
 from shoal.run.demo_model.warm_start import demo_model
 from shoal.types import FinishReason, Sampling
-from vllm_server import PYTHON, vllm_serving
+from vllm_server import ENVIRONMENT, PYTHON, command_at, vllm_serving
 
 pytestmark = [
     pytest.mark.vllm,
@@ -200,33 +203,60 @@ def test_the_canary_catches_a_head_that_stays_behind(model_dir: Path, tmp_path: 
         asked(url, tied, body, "recompute")
 
 
-def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_path: Path) -> None:
+def trained(folder: Path, *overrides: str, **environment: str) -> Path:
+    """The directory of a run of 20 steps, in whose course most answers see several Versions."""
     rewrite = [r"^Spell this word backward \(example: sun -> nus\): (\w+)$", r"reverse \1"]
     task = {"name": "spell_backward", "reward": ["score", "length:0.001"], "rewrite": [rewrite]}
-    overrides = [
+    own = [
         # As hot as vLLM draws: answers end late, and hundreds of them are under way when weights come.
         *("--rollout.group_size=8", "--rollout.max_tokens=200", "--rollout.temperature=2"),
-        *("--train.steps=20", "--train.lr=1e-4"),
-        *("--eval.every_steps=0", "--eval.questions=16", f"--engine.urls={json.dumps([url])}"),
+        *("--train.steps=20", "--train.lr=1e-4", "--eval.every_steps=0", "--eval.questions=16"),
     ]
     params = "{min_word_len = 8, max_word_len = 14}"
     written = "\n".join(f"{key} = {json.dumps(value)}" for key, value in task.items())
-    (tmp_path / "run.toml").write_text(f'run_dir = "run"\n[[tasks]]\n{written}\nparams = {params}\n')
-    command = [sys.executable, "-m", "shoal.cli", "train", "run.toml", "--json", *overrides]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
+    (folder / "run.toml").write_text(f'run_dir = "run"\n[[tasks]]\n{written}\nparams = {params}\n')
+    command = [sys.executable, "-m", "shoal.cli", "train", "run.toml", "--json", *own, *overrides]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 20
-    report = audit(tmp_path / "run")
+    return folder / "run"
+
+
+def assert_trained_on_what_was_drawn(run_dir: Path) -> None:
+    """The audit is clean, each Version was loaded, and its tokens have the logprobs that the trainer computes."""
+    report = audit(run_dir)
     assert report.ok, report.sentences()
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
     assert [step["version"] for step in steps] == list(range(20))
     assert sum(step["failed"] for step in steps) == 0
     fresh = [step["mismatch_fresh"] for step in steps if "mismatch_fresh" in step]
     assert fresh
     assert max(fresh) < BOUND_NATS
-    spread = [len(versions) for versions in trained_versions(tmp_path / "run")]
+
+
+def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_path: Path) -> None:
+    run_dir = trained(tmp_path, f"--engine.urls={json.dumps([url])}")
+    assert_trained_on_what_was_drawn(run_dir)
+    spread = [len(versions) for versions in trained_versions(run_dir)]
     assert sum(count > 1 for count in spread) > len(spread) / 20, Counter(spread)
+
+
+def test_a_whole_run_trains_on_vllm_of_another_host_that_pulls_differences(tmp_path: Path) -> None:
+    port, host = free_port(), tmp_path / "host"
+    command = ("--", *command_at("{model}", "{port}"))
+    role = joining(host, "engine", "join", f"http://127.0.0.1:{port}", *command, **ENVIRONMENT)
+    try:
+        listen = f"--cluster.listen=127.0.0.1:{port}"
+        run_dir = trained(tmp_path, "--engine.count=0", listen, SHOAL_RUN_TOKEN=TOKEN)
+    finally:
+        role.terminate()
+        role.wait(60)
+    assert_trained_on_what_was_drawn(run_dir)
+    pulled = sorted(path.name for path in host.glob("shoal-engine/*/v*"))
+    assert pulled[0] == "v0"
+    assert int(pulled[-1][1:]) >= 19
 
 
 def trained_versions(run_dir: Path) -> list[set[int]]:

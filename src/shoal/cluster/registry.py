@@ -204,7 +204,8 @@ class Roles:
             del self._present[name]
             self._told(name, "left")
             if door in self._doors.values():
-                await self._on_main(door.leave(name))
+                with contextlib.suppress(ShoalError):  # there is nothing left to leave
+                    await self._on_main(door.leave(name))
 
     async def _join(self, socket: WebSocket) -> None:
         await self._server.lease(socket, Role, self._role, _refused)  # type: ignore[arg-type]
@@ -217,7 +218,13 @@ class Roles:
             self._main.call_soon_threadsafe(function, *arguments)
 
     async def _on_main(self, doing: Coroutine[Any, Any, None]) -> None:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self._main))
+        """Awaits something on the event loop of the run. Raises `ShoalError` when that ends meanwhile."""
+        try:
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self._main))
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise ShoalError("the run ends, or goes on from its log") from None
 
 
 def _refused(error: Exception) -> NotJoined:

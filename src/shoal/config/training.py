@@ -205,6 +205,11 @@ class TrainConfig(Section):
         1, ge=1, le=1024, description="Processes that train together, weights and moments sharded; on GPUs one each."
     )
 
+    experts: Literal["sharded", "parallel"] = Field(
+        "sharded",
+        description="Experts of a mixture over the ranks: gathered for each layer, or kept apart while tokens travel.",
+    )
+
     @field_validator("loss", mode="before")
     @classmethod
     def _named(cls, value: object) -> object:

@@ -8,6 +8,7 @@ or hangs, has nothing ready and holds up nobody. Nothing here waits for training
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from shoal.errors import TaskError
@@ -281,7 +282,8 @@ def attend(server: TaskServer, sources: Sequence[Source], wake: Callable[[], Non
         wake()
 
     def notify(name: str, served: bool) -> None:
-        loop.call_soon_threadsafe(changed, name, served)
+        with suppress(RuntimeError):  # the server outlives an event loop that a lost rank has ended
+            loop.call_soon_threadsafe(changed, name, served)
 
     server.on_workers = notify
     for name, served in server.served.items():

@@ -19,6 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.model.loading import resolve_device
 from shoal.net.listening import interface_towards
+from shoal.trainer.expert_parallel import spread_experts
 
 PATIENCE = timedelta(minutes=10)
 """Longest wait of a rank for another in one collective."""
@@ -32,6 +33,8 @@ class Ranks:
     count: int = 1
     per_host: int | None = None
     """Ranks of each host: every host has all weights, sharded over its ranks (HSDP). None shards over all ranks."""
+    experts_apart: bool = False
+    """Whether experts stay on their ranks, and tokens travel to them (`expert_parallel`)."""
 
     @property
     def first(self) -> bool:
@@ -65,10 +68,11 @@ class Ranks:
             mesh = init_device_mesh(kind, (hosts, self.count // hosts), mesh_dim_names=names)
         else:
             mesh = init_device_mesh(kind, (self.count,))
+        apart = spread_experts(model, mesh) if self.experts_apart else set()
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+                fully_shard(module, mesh=mesh, ignored_params=apart)
+        fully_shard(model, mesh=mesh, ignored_params=apart)
 
     def add_up(self, *tensors: Tensor) -> None:
         """Replaces each tensor by its sum over the ranks."""

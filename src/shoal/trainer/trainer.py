@@ -83,7 +83,7 @@ class Trainer:
         `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
-        self._ranks = ranks
+        ranks = self._ranks = replace(ranks, experts_apart=train.experts == "parallel")
         self.model = loaded(path, ranks, self.device, train.lora, gradient_checkpointing=model.gradient_checkpointing)
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
             on_gpu=self.device.startswith("cuda")

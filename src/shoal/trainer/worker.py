@@ -167,6 +167,8 @@ class TrainerProcess:
             asyncio.create_task(self._asked(rank, one), name=f"{type(one).__name__} of rank {index}")
             for index, (rank, one) in enumerate(zip(self.ranks, given, strict=True))
         ]
+        for task in asking:  # the first error is raised; the others would be reported as never retrieved
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             done, _ = await asyncio.wait(asking, return_when=asyncio.FIRST_EXCEPTION)
             for task in asking:

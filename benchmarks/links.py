@@ -1,0 +1,110 @@
+"""An engine of another host answers for a run over a link of 50 Mbit/s and 100 ms, and over one without limits.
+
+The engine's host has namespaces of its own (`benchmarks.hosts`). SmolLM2 learns sums on this host, and each Version
+goes to the engine as a difference. Figures are means over the steps after the first ones.
+
+busy            share of the time in which the engine computes
+busy_share      that over the slow link, over that over the other
+staleness_max   largest staleness of what was trained
+load_s          seconds from the end of a Version's file until the engine computes with it
+full_s          seconds that a whole Version of `full_bytes` would need on the slow link
+"""
+
+import json
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks import Report, child_environment, say
+from benchmarks.hosts import HEAD, UNSHARED, Namespaces, can_isolate
+from benchmarks.slow_link import SlowLink
+from shoal.config import to_toml
+from shoal.errors import ShoalError
+from shoal.net.client import TOKEN_VARIABLE
+from shoal.run.demo import real_config
+
+RATE_BIT_PER_S, ROUND_TRIP_S = 50e6, 0.1
+STEPS, QUICK_STEPS, FIRST_STEPS = 12, 4, 2
+PATIENCE_S = 3600.0
+
+
+class FarHosts(Namespaces):
+    """One host, behind a slow link."""
+
+    link: SlowLink
+
+    def _connect(self, number: int, pid: int) -> None:
+        self.link = SlowLink("near", "far", RATE_BIT_PER_S, ROUND_TRIP_S)
+        self.link.hand_over(pid, "eth0")
+        subprocess.run(["ip", "addr", "add", f"{HEAD}/24", "dev", "near"], check=True)
+        subprocess.run(["ip", "link", "set", "near", "up"], check=True)
+
+
+def measure(quick: bool) -> Report:
+    """Runs both; `quick` takes fewer steps."""
+    if not can_isolate():
+        raise ShoalError("bench links: expected root, for the namespaces of its host, got another user")
+    steps = QUICK_STEPS if quick else STEPS
+    found = {}
+    for name in ("direct", "slow"):
+        command = [*UNSHARED, sys.executable, "-m", "benchmarks.links", name, str(steps)]
+        done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            raise ShoalError(f"the run over the link {name!r} ended with {done.returncode}")
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+        say(f"{name}: {found[name]}")
+    full_bytes = found["slow"].pop("full_bytes")
+    return {
+        "rate_mbit_per_s": RATE_BIT_PER_S / 1e6,
+        "round_trip_ms": ROUND_TRIP_S * 1e3,
+        "steps": steps,
+        "busy_share": found["slow"]["busy"] / found["direct"]["busy"],
+        **found,
+        "full_bytes": full_bytes,
+        "full_s": 8 * full_bytes / RATE_BIT_PER_S,
+    }
+
+
+def main(name: str, steps: int) -> Report:
+    """Measures one run in this process, which has namespaces of its own."""
+    with tempfile.TemporaryDirectory(prefix="shoal-links-") as folder:
+        run_dir, token = Path(folder) / "run", secrets.token_urlsafe(16)
+        if name == "direct":
+            Namespaces.bridge()
+        else:
+            subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        listen = f"{HEAD}:8200"
+        words = [sys.executable, "-m", "shoal.cli", "engine", "join", f"http://{listen}", "--threads=1"]
+        hosts = (FarHosts if name == "slow" else Namespaces)(lambda _: ["env", f"{TOKEN_VARIABLE}={token}", *words])
+        hosts.add()
+        overrides = [f"train.steps={steps}", "eval.questions=4", "engine.count=0", f"cluster.listen={listen}"]
+        config = real_config(run_dir, 0, overrides)
+        file = run_dir.with_suffix(".toml")
+        file.write_text(to_toml(config))
+        command = [sys.executable, "-m", "shoal.cli", "train", str(file), "--json"]
+        environment = {**child_environment(), TOKEN_VARIABLE: token}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
+        if process.wait(PATIENCE_S):
+            raise ShoalError(f"the run ended with {process.returncode}")
+        records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return _figures([one for one in records if one["kind"] == "step"], run_dir)
+
+
+def _figures(steps: list[dict[str, Any]], run_dir: Path) -> Report:
+    later = steps[FIRST_STEPS:]
+    return {
+        "busy": fmean(one["engine_busy"] for one in later),
+        "trainer_busy": fmean(one["trainer_busy"] for one in later),
+        "staleness_max": max(one["staleness_max"] for one in steps),
+        "load_s": fmean(one["load_s"] for one in later),
+        "step_s": (later[-1]["time_s"] - steps[FIRST_STEPS - 1]["time_s"]) / len(later),
+        "full_bytes": sum(file.stat().st_size for file in (run_dir / "model").glob("*.safetensors")),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], int(sys.argv[2]))))

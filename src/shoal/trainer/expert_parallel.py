@@ -1,0 +1,109 @@
+"""Expert parallelism: each rank keeps some experts of every layer whole, and tokens travel to their experts and back.
+
+    rows of this rank --router--> token, expert --all-to-all--> experts of this rank --all-to-all--> weighted sum
+
+Sharding (`ranks`) would gather all experts of a layer on every rank. Here weights, gradients and moments of an expert
+stay on its rank. The experts compute as transformers wrote them, on the tokens of all ranks.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.nn.functional import all_to_all_single
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.func import functional_call
+
+from shoal.errors import ConfigError
+
+
+def spread_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
+    """Leaves every rank its experts; returns their parameters, which nothing else may shard.
+
+    The last axis of the mesh spreads experts, one before it copies them. Raises `ConfigError` for a model without
+    experts that transformers packs in one tensor, and for ranks that do not divide them.
+    """
+    found = list(_experts(model))
+    if not found:
+        raise ConfigError(f"train.experts: expected a mixture of experts for 'parallel', got {type(model).__name__}")
+    ranks, placements = mesh.size(mesh.ndim - 1), [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
+    spread: set[nn.Parameter] = set()
+    for experts in found:
+        count = int(experts.num_experts)  # type: ignore[arg-type]
+        if count % ranks:
+            raise ConfigError(f"train.experts: expected a number of ranks that divides {count} experts, got {ranks}")
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            whole = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
+            setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+        spread.update(experts.parameters(recurse=False))
+        experts.num_experts = count // ranks  # type: ignore[assignment]
+        experts.forward = partial(_forward, _Own(experts), mesh)
+    return spread
+
+
+def _experts(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose parameters all have an axis of experts in front, as those of transformers."""
+    for module in model.modules():
+        count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+        if own and type(module).__name__.endswith("Experts") and all(one.shape[0] == count for one in own):
+            yield module
+
+
+class _Own(nn.Module):
+    """Experts of this rank, computed by the class that they have."""
+
+    def __init__(self, experts: nn.Module) -> None:
+        super().__init__()
+        self.experts = experts
+
+    def forward(self, *given: Tensor) -> Tensor:
+        return type(self.experts).forward(self.experts, *given)  # type: ignore[no-any-return]
+
+
+def _forward(own: _Own, mesh: DeviceMesh, hidden_TW: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Replaces the forward of the experts; each token's chosen experts are in [T, k], as are their weights."""
+    group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+    held = int(own.experts.num_experts)  # type: ignore[arg-type]
+    chosen_C, token_C = top_k_index.flatten(), torch.arange(len(hidden_TW)).repeat_interleave(top_k_index.shape[1])
+    order_C = chosen_C.argsort(stable=True)
+    sent = torch.bincount(chosen_C // held, minlength=ranks)
+    received = torch.empty_like(sent)
+    distributed.all_to_all_single(received, sent, group=group)
+    to, back = received.tolist(), sent.tolist()
+    index_C = order_C.new_empty(sum(to))
+    distributed.all_to_all_single(index_C, chosen_C[order_C] % held, to, back, group=group)
+    token_C = token_C.to(order_C.device)[order_C]
+    rows_CW = _exchanged(hidden_TW[token_C], to, back, group)
+    # One row more, of no weight: every rank computes something, so that the ways back are the same everywhere.
+    rows_CW = torch.cat([rows_CW, rows_CW.new_zeros(1, rows_CW.shape[1])])
+    index_C1 = torch.cat([index_C, index_C.new_zeros(1)])[:, None]
+    weights = {f"experts.{name}": _local(one, mesh) for name, one in own.experts.named_parameters(recurse=False)}
+    ones_C1 = torch.ones_like(index_C1, dtype=top_k_weights.dtype)
+    out_CW = functional_call(own, weights, (rows_CW, index_C1, ones_C1))[:-1]
+    out_CW = _exchanged(out_CW, back, to, group) * top_k_weights.flatten()[order_C, None]
+    return torch.zeros_like(hidden_TW).index_add(0, token_C, out_CW.to(hidden_TW.dtype))
+
+
+def _exchanged(rows: Tensor, to: list[int], back: list[int], group: ProcessGroup) -> Tensor:
+    """Rows that other ranks have for this one; `back` are the numbers of rows for each of them."""
+    out = rows.new_empty(sum(to), rows.shape[1])
+    return all_to_all_single(out, rows.contiguous(), to, back, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _local(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
+    """Weights of this rank's experts; their gradient is the mean over all ranks, as that of sharded weights."""
+    assert isinstance(parameter, DTensor)
+    weights = parameter.to_local()
+    if weights.requires_grad:
+        weights.register_hook(partial(_mean, mesh))  # type: ignore[no-untyped-call]
+    return weights
+
+
+def _mean(mesh: DeviceMesh, gradient: Tensor) -> Tensor:
+    gradient = gradient / mesh.size()
+    if mesh.ndim > 1:  # copies of these experts on other hosts saw other tokens
+        distributed.all_reduce(gradient, group=mesh.get_group(0))
+    return gradient

@@ -1,0 +1,23 @@
+"""The shortened form of `make cluster`: Ray on hosts that share nothing, of which one joins and one dies."""
+
+import os
+
+import pytest
+
+from benchmarks.cluster import RANKS, SHORT, on_hosts
+from benchmarks.hosts import can_isolate
+from shoal.run.demo_model.warm_start import demo_model
+
+
+@pytest.mark.timeout(900)
+def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank() -> None:
+    if not can_isolate():
+        pytest.skip(f"needs root, for network and mount namespaces of its hosts; this is user {os.getuid()}")
+    demo_model()
+    report = on_hosts(SHORT)
+    assert report["isolated"]
+    assert (report["nodes"], report["engines"], report["ranks"]) == (SHORT.hosts, SHORT.engines, RANKS)
+    assert report["killed"] == ["a node with a rank"]
+    assert isinstance(report["recovered_s"], dict)
+    assert report["recovered_s"]["rank"] > 0
+    assert (report["lost"], report["doubled"], report["audit"]) == (0, 0, True)

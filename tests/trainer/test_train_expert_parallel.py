@@ -1,0 +1,82 @@
+"""Two ranks with half of the experts each, behind the messages of every trainer, train what one rank does."""
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_ranks import groups
+
+from engine_models import saved
+from shoal.config import Config, ModelConfig, parse
+from shoal.errors import TrainerError
+from shoal.trainer.messages import StepStats
+from shoal.trainer.trainer import Trainer
+from shoal.trainer.worker import TrainerProcess, local_ranks
+from shoal.types import Sample
+
+MIXTURE = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+KINDS: dict[str, dict[str, object]] = {
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "moe_intermediate_size": 24, **MIXTURE},
+    "Mixtral": {"num_local_experts": 4, **MIXTURE},
+}
+LR = 1e-3
+"""Tolerance of weights too: Adam's first steps are of this size, whatever sign rounding gives a gradient near 0."""
+FILES = ("model.safetensors", "optimizer.safetensors", "published.safetensors")
+
+
+def config(ranks: int) -> Config:
+    train = {"lr": LR, "minibatches": 2, "experts": "parallel", "kl": {"coefficient": 0.1}, "ranks": ranks}
+    return parse({"tasks": [{"name": "chain_sum"}], "model": {"device": "cpu"}, "train": train})
+
+
+def rows(seed: int) -> list[tuple[Sample, ...]]:
+    return [tuple(group) for group in groups(seed)]
+
+
+async def course(trainer: TrainerProcess, model: Path, out: Path) -> list[StepStats]:
+    """Two steps, the second one after a checkpoint was loaded."""
+    await trainer.start(model, config(2), 2)
+    stats = [await trainer.step(rows(0), 4)]
+    await trainer.save(out)
+    await trainer.step(rows(2), 4)
+    await trainer.load(out)
+    stats.append(await trainer.step(rows(1), 4))
+    await trainer.write_version(out / FILES[2])
+    return stats
+
+
+def assert_as_one_rank(model: Path, out: Path, found: list[StepStats]) -> None:
+    ours = Trainer(model, ModelConfig(device="cpu"), config(1).train)
+    for index, two in enumerate(found):
+        one = asdict(ours.step(rows(index), 4))
+        for field in one.keys() - {"seconds"}:
+            assert getattr(two, field) == (one[field] and pytest.approx(one[field], rel=2e-3, abs=1e-4)), field
+        if index == 0:
+            ours.save(out.with_suffix(".one"))
+    ours.write_weights(out.with_suffix(".one") / FILES[2])
+    for file in FILES:
+        one_file, atol = load_file(out.with_suffix(".one") / file), 2e-4 if "optimizer" in file else LR
+        torch.testing.assert_close(load_file(out / file), one_file, rtol=2e-3, atol=atol)
+
+
+@pytest.mark.timeout(600)
+def test_experts_apart_train_what_all_experts_on_one_rank_do(tiny_model_dir: Path, tmp_path: Path) -> None:
+    models = {kind: saved(kind, tmp_path / f"model-{kind}", **settings) for kind, settings in KINDS.items()}
+    odd = saved("Mixtral", tmp_path / "odd", num_local_experts=3, **MIXTURE)
+
+    async def main() -> dict[str, list[StepStats]]:
+        async with local_ranks(tmp_path / "log", 2, 2) as ranks:
+            trainer = TrainerProcess(ranks)
+            for model, complaint in ((tiny_model_dir, "a mixture of experts"), (odd, "divides 3 experts, got 2")):
+                with pytest.raises(TrainerError, match=f"train.experts: expected .*{complaint}"):
+                    await trainer.start(model, config(2), 2)
+            return {kind: await course(trainer, model, tmp_path / kind) for kind, model in models.items()}
+
+    for kind in KINDS:
+        (tmp_path / kind).mkdir()
+        (tmp_path / f"{kind}.one").mkdir()
+    for kind, found in asyncio.run(main()).items():
+        assert_as_one_rank(models[kind], tmp_path / kind, found)
