@@ -100,13 +100,22 @@ def on_hosts(plan: Plan) -> Report:
 def _compared(report: Report, plan: Plan) -> Report:
     """Accuracy of the same run on this machine alone."""
     say("the same run on one machine")
-    settings = {"engine.count": plan.engines, "train.ranks": RANKS, "reward.workers": 1}
-    with tempfile.TemporaryDirectory(prefix="shoal-cluster-") as folder:
-        run = _Run.started(Path(folder) / "run", "", plan, settings, {"service": "python", "path": SERVED})
-        after = run.figures()["accuracy_after"]
+    token, listen = secrets.token_urlsafe(16), f"127.0.0.1:{free_port()}"
+    settings = {"engine.count": plan.engines, "train.ranks": RANKS, "reward.workers": 1, "cluster.listen": listen}
+    service = subprocess.Popen(_served(f"http://{listen}"), env={**child_environment(), TOKEN_VARIABLE: token})
+    try:
+        with tempfile.TemporaryDirectory(prefix="shoal-cluster-") as folder:
+            after = _Run.started(Path(folder) / "run", token, plan, settings).figures()["accuracy_after"]
+    finally:
+        service.kill()
     shares = [float(str(report["accuracy_after"])), after]
     variance = sum(share * (1 - share) / plan.questions for share in shares)
     return {"accuracy_one_machine": after, "accuracy_error": variance**0.5}
+
+
+def _served(url: str) -> list[str]:
+    """Command of the task service."""
+    return [sys.executable, "-m", "shoal.cli", "task", "serve", SERVED, f"--orchestrator={url}"]
 
 
 def main(plan: Plan, *, apart: bool) -> Report:
@@ -142,7 +151,7 @@ def _measured(hosts: Hosts, gcs: str, folder: Path, plan: Plan) -> Report:
     names = [hosts.add() for _ in range(plan.hosts)]
     _wait_for_nodes(gcs, plan.hosts + 1)  # Ray places a role on what is there
     say(f"hosts: {', '.join(names)}")
-    run = _Run.started(folder / "run", token, plan, settings, {"service": "remote"})
+    run = _Run.started(folder / "run", token, plan, settings)
     try:
         cluster = _Troubled(hosts, names, run, f"http://{listen}", token)
         recovered = cluster.trouble(plan)
@@ -188,8 +197,7 @@ class _Troubled:
         self._serve(names[0])
 
     def _serve(self, name: str) -> None:
-        words = [sys.executable, "-m", "shoal.cli", "task", "serve", SERVED, f"--orchestrator={self._url}"]
-        self._hosts.start(name, words, {TOKEN_VARIABLE: self._token})
+        self._hosts.start(name, _served(self._url), {TOKEN_VARIABLE: self._token})
         self._serves = name
 
     def trouble(self, plan: Plan) -> dict[str, float]:
@@ -244,11 +252,9 @@ class _Run:
         self.process, self.run_dir = process, run_dir
 
     @classmethod
-    def started(
-        cls, run_dir: Path, token: str, plan: Plan, settings: dict[str, Any], service: dict[str, str]
-    ) -> "_Run":
-        """Starts the demo's run, with a second task that `service` draws."""
-        words = {"name": "words", "weight": 0.25, "rewrite": DEMO_TASK["rewrite"], **service}
+    def started(cls, run_dir: Path, token: str, plan: Plan, settings: dict[str, Any]) -> "_Run":
+        """Starts the demo's run, with a second task that a task service draws."""
+        words = {"name": "words", "weight": 0.25, "service": "remote"}
         own = {"train.steps": plan.steps, "eval.every_steps": 0, "eval.questions": plan.questions}
         own["checkpoint.every_steps"] = 10
         base = demo_config(run_dir, 0).model_dump(mode="json", exclude_none=True)

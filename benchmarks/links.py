@@ -28,7 +28,7 @@ from shoal.net.client import TOKEN_VARIABLE
 from shoal.run.demo import real_config
 
 RATE_BIT_PER_S, ROUND_TRIP_S = 50e6, 0.1
-STEPS, QUICK_STEPS, FIRST_STEPS = 12, 4, 2
+STEPS, QUICK_STEPS, FIRST_STEPS, GROUPS = 12, 5, 2, 3
 PATIENCE_S = 3600.0
 
 
@@ -81,8 +81,8 @@ def main(name: str, steps: int) -> Report:
         words = [sys.executable, "-m", "shoal.cli", "engine", "join", f"http://{listen}", "--threads=1"]
         hosts = (FarHosts if name == "slow" else Namespaces)(lambda _: ["env", f"{TOKEN_VARIABLE}={token}", *words])
         hosts.add()
-        overrides = [f"train.steps={steps}", "eval.questions=4", "engine.count=0", f"cluster.listen={listen}"]
-        config = real_config(run_dir, 0, overrides)
+        overrides = [f"train.steps={steps}", f"train.groups_per_step={GROUPS}", "eval.questions=4", "engine.count=0"]
+        config = real_config(run_dir, 0, [*overrides, f"cluster.listen={listen}"])
         file = run_dir.with_suffix(".toml")
         file.write_text(to_toml(config))
         command = [sys.executable, "-m", "shoal.cli", "train", str(file), "--json"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 
@@ -17,7 +17,7 @@ from shoal.errors import ModelError
 from shoal.model import checkpoint_names
 from shoal.model.loading import checkpoint_layers, empty_model, load_model, refuse_different
 from shoal.model.tensor_files import FILE, INDEX, TensorFiles
-from shoal.trainer.ranks import Ranks, like
+from shoal.trainer.ranks import Ranks
 from shoal.trainer.weight_files import add_adapters
 
 PROBED_TOKENS = 16
@@ -102,8 +102,9 @@ def _filled(
     if not isinstance(parameter.data, DTensor):
         return nn.Parameter(_whole(model, name, files, made_of).float().to(device), parameter.requires_grad)
     if len(sources) > 1 or (converter is not None and not isinstance(converter, WeightRenaming)):
-        whole = _whole(model, name, files, made_of).float()
-        return nn.Parameter(like(whole, parameter.data), parameter.requires_grad)
+        whole, where = _whole(model, name, files, made_of).float().to(device), parameter.data
+        split = distribute_tensor(whole, where.device_mesh, where.placements, src_data_rank=None)
+        return nn.Parameter(split, parameter.requires_grad)
     source = next(iter(sources), name)
     rows = files.rows(source, _rows(parameter.data)).float().to(device)
     shard = DTensor.from_local(
