@@ -78,7 +78,7 @@ harnesses: $(VENV)/dev-installed
 
 # Trackers of other projects, with their stores on this machine.
 trackers: $(VENV)/dev-installed
-	test -d $(VENV)-trackers || { $(PYTHON) -m venv $(VENV)-trackers && $(VENV)-trackers/bin/python -m pip install $(PIP_ARGS) wandb trackio mlflow-skinny aim opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; }
+	test -d $(VENV)-trackers || { $(PYTHON) -m venv $(VENV)-trackers && $(VENV)-trackers/bin/python -m pip install $(PIP_ARGS) tensorboard wandb trackio mlflow-skinny aim opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; }
 	SHOAL_TRACKERS_PYTHON=$(abspath $(VENV)-trackers/bin/python) $(BIN)/python -m pytest -v tests/observe/test_trackers.py
 
 # Every kind of causal language model that transformers knows, tiny and random, against transformers' own attention.

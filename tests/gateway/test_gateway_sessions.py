@@ -160,8 +160,9 @@ def test_with_an_admin_key_strangers_open_nothing_and_sessions_need_no_more_than
                 status, body = await posted(http, one.url + path, ASK if "chat" in path else {}, key)
                 assert status == 401
                 assert "admin key" in body["error"]["message"]
-        async with http.get(f"{one.url}/metrics") as answer:
-            assert answer.status == 401
+        for path in ("/metrics", "/"):
+            async with http.get(one.url + path) as answer:
+                assert answer.status == 401
         status, opened = await posted(http, f"{one.url}/v1/sessions", {}, "secret")
         assert status == 200
         assert (await posted(http, f"{opened['openai_base_url']}/chat/completions", ASK))[0] == 200

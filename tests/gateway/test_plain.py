@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
+import anthropic
 import openai
 import pytest
 
@@ -15,6 +16,7 @@ from shoal.gateway.request_log import RequestRecord
 from shoal.interfaces import LogitRules
 
 ASK: list[Any] = [{"role": "user", "content": "what is 3 + 4?"}]
+TWO_CALLS = "".join(f'<tool_call>\n{{"name": "add", "arguments": {{"x": {x}}}}}\n</tool_call>' for x in (3, 4))
 THOUGHT = "<think>\nthree and four\n</think>\n\nseven, as ever"
 
 
@@ -81,6 +83,49 @@ def test_a_stream_comes_token_by_token_and_parts_the_thought_from_the_answer() -
         assert chunk.usage.completion_tokens == len(one.engine.drawn[0].token_ids)
 
     run(scenario, THOUGHT, token_s=0.001)
+
+
+def test_events_of_other_apis_come_token_by_token_and_add_up_to_the_whole_answer() -> None:
+    """Each API's own client puts the events together; it raises where their order is not the API's."""
+    asked: dict[str, Any] = {"model": "m", "messages": ASK, "max_tokens": 500}
+
+    async def scenario(one: Served, client: openai.AsyncOpenAI) -> None:
+        async with anthropic.AsyncAnthropic(base_url=one.url, api_key="-", max_retries=0) as other:
+            async with other.messages.stream(**asked) as stream:
+                seen = {one.engine.streamed async for event in stream if event.type == "content_block_delta"}
+                message = await stream.get_final_message()
+            assert len(seen) > 10  # texts came while the engine went on
+            assert [(block.type, block.to_dict()[block.type]) for block in message.content] == [
+                ("thinking", "three and four"),
+                ("text", "seven, as ever"),
+            ]
+            assert message.usage.output_tokens == len(one.engine.drawn[0].token_ids)
+            assert message.stop_reason == "end_turn"
+        seen = set()
+        async with client.responses.stream(model="m", input="3 + 4?") as events:
+            numbers = []
+            async for event in events:
+                numbers.append(event.sequence_number)
+                if event.type.endswith("text.delta"):
+                    seen.add(one.engine.streamed)
+            final = await events.get_final_response()
+        assert numbers == list(range(len(numbers)))
+        assert len(seen) > 10
+        assert [item.type for item in final.output] == ["reasoning", "message"]
+        assert final.output_text == "seven, as ever"
+        cut = await client.responses.create(model="m", input="3 + 4?", max_output_tokens=3, stream=True)
+        *_, last = [event async for event in cut]
+        assert (last.type, last.response.usage.output_tokens) == ("response.incomplete", 3)
+        tool: Any = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+        async with client.responses.stream(model="m", input="3 + 4?", tools=[tool]) as events:
+            kinds = [event.type async for event in events]
+            final = await events.get_final_response()
+        assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+        assert kinds.count("response.created") == kinds.count("response.completed") == 1
+        with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+            await client.responses.create(model="m", input="x", previous_response_id=final.id, stream=True)
+
+    run(scenario, THOUGHT, THOUGHT, THOUGHT, f"let me see {TWO_CALLS}", token_s=0.001)
 
 
 @pytest.mark.parametrize("stop", ["!", ", as", "</think>"])

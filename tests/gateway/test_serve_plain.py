@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import jsonschema
 import openai
@@ -131,6 +132,15 @@ def test_a_stream_equals_the_body_and_ends_at_a_stop_string(serving: Serving) ->
     assert "".join(pieces) == whole
     cut = chat(serving, temperature=0, stop=[whole[1]]).choices[0]
     assert (cut.message.content, cut.finish_reason) == (whole[0], "stop")
+
+
+def test_a_browser_is_told_what_is_served_and_how_to_ask(serving: Serving) -> None:
+    home = str(serving.client.base_url).removesuffix("v1/")
+    with urlopen(home, timeout=30) as answer:
+        page = answer.read().decode()
+    assert "<h1>demo</h1>" in page
+    assert f"curl {home}v1/chat/completions" in page
+    assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
 
 
 def test_a_range_error_names_its_field_and_the_log_has_a_line_for_each_request(serving: Serving) -> None:

@@ -33,7 +33,8 @@ from shoal.config import MetricsConfig
 from shoal.observe.metrics import trackers_of
 
 run_dir, kind, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-trackers = trackers_of(MetricsConfig(trackers=[f"{kind}:project"]), run_dir)
+wanted = {"tensorboard": True} if kind == "tensorboard" else {"trackers": [f"{kind}:project"]}
+trackers = trackers_of(MetricsConfig(**wanted), run_dir)
 for step in (first, first + 1):
     trackers.log(step, {"reward": step / 10, "reward/chain_sum": 0.5})
 asked = {"number": 0, "task": "chain_sum", "question": "1 + 1", "truth": "2"}
@@ -43,6 +44,17 @@ trackers.log_eval(first + 1, {"sampled": 0.25})
 trackers.close()
 """
 READING = {
+    "tensorboard": """
+from tensorboard.backend.event_processing.event_multiplexer import EventMultiplexer
+from tensorboard.plugins.hparams.metadata import SESSION_START_INFO_TAG, parse_session_start_info_plugin_data
+read = EventMultiplexer(size_guidance={"tensors": 0}).AddRunsFromDirectory(str(run_dir)).Reload()
+steps = [(one.step, one.value) for one in read.Scalars("tensorboard", "reward")]
+started = read.SummaryMetadata("tensorboard", SESSION_START_INFO_TAG).plugin_data.content
+lr = parse_session_start_info_plugin_data(started).hparams["train.lr"].number_value
+tables = [one.tensor_proto.string_val for one in read.Tensors("tensorboard", "completions")]
+answers = sum(cell == b"at %d" % first for table in tables for cell in table for first in (1, 3))
+found = {"status": "FINISHED", "steps": steps, "lr": lr, "answers": answers}
+""",
     "mlflow": """
 from mlflow import MlflowClient
 client = MlflowClient()

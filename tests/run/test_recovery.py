@@ -22,6 +22,7 @@ from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker, Record, Trackers
 from shoal.reward.service import RewardService
 from shoal.run.loop import TrainLoop
+from shoal.run.result import RunTotals
 from shoal.run.rewards import ResumableRewards
 from shoal.run.run_dir import open_buffer as recovery_buffer
 from shoal.run.run_dir import opened_run, run_meta
@@ -59,6 +60,21 @@ def test_a_log_that_lost_steps_of_a_checkpoint_is_refused_is_an_event_and_is_fou
     assert record["name"] == "log_behind_checkpoint"
     shutil.rmtree(tmp_path / "checkpoints" / "step-5")
     asyncio.run(open_buffer(tmp_path, run_meta(CONFIG), resume=True).close())
+
+
+LATE: Record = {"staleness_max": 1}
+
+
+def test_times_and_rates_of_a_resumed_run_cover_all_its_processes() -> None:
+    """Two steps of two seconds each; the third came after the log's end and is computed again."""
+    steps: list[Record] = [
+        {"kind": "step", "time_s": 10.0 + 2 * step, "step": step, "step_s": 2.0, "samples_per_s": 4.0 * step, **LATE}
+        for step in (1, 2, 3)
+    ]
+    totals = RunTotals.earlier([{"kind": "event", "time_s": 9.0, "name": "machine"}, *steps], 2)
+    assert (totals.wall_s, totals.trained_s, totals.samples) == (16.0, 4.0, 24.0)
+    old = RunTotals.earlier([{"kind": "step", "time_s": 3.0, "step": 1, "samples_per_s": 4.0, **LATE}], 1)
+    assert (old.wall_s, old.trained_s, old.samples) == (3.0, 0.0, 0.0), "a run of an earlier Shoal"
 
 
 def test_an_empty_log_beside_a_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -112,5 +112,17 @@ def test_the_lines_of_the_picture_can_be_read_on_their_bands() -> None:
         assert 0 < share < 0.02  # a line and its points; a whole band is a third of the picture
 
 
+def test_one_round_of_three_nodes_shows_both_conditions_also_where_they_are_equal() -> None:
+    results = [
+        *curve("a", Condition.SWARM, [0.5]),
+        *curve("b", Condition.SWARM, [0.3]),
+        *curve("c", Condition.SOLO, [0.4]),
+    ]
+    pixels = image.imread(io.BytesIO(comparison_png(compare(results, bin_rounds=10))))[..., :3]
+    raw = pixels[:, : pixels.shape[1] // 2][:, : pixels.shape[1] // 3]  # left of the legend
+    for colour in COLOURS.values():
+        assert np.isclose(raw, colors.to_rgb(colour), atol=0.01).all(axis=-1).sum() > 20
+
+
 def test_nothing_judged_is_nothing_compared() -> None:
     assert compare([], bin_rounds=10).raw == ()

@@ -19,6 +19,8 @@ from browser import Page, browser_path, chromium
 from payloads import PAYLOADS
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import PAGE_HEADERS, json, look, uvicorn_config
+from shoal.observe.metrics import JsonlTracker
+from shoal.observe.report import write_report
 from shoal.swarm.judge.messages import Condition
 from shoal.swarm.judge.server import STYLE, leaderboard_html
 from shoal.swarm.judge.store import Standing
@@ -66,7 +68,9 @@ def static(path: str, kind: str, text: str) -> Route:
     return Route(path, lambda _: Response(text, 200, PAGE_HEADERS, kind))
 
 
-def test_the_judges_page_fits_a_phone_with_its_score_in_sight_and_executes_nothing(tmp_path: Path) -> None:
+def test_a_report_and_the_judges_page_fit_a_phone_with_their_figures_in_sight_and_execute_nothing(
+    tmp_path: Path,
+) -> None:
     async def check() -> None:
         standings = [
             Standing(
@@ -76,8 +80,22 @@ def test_the_judges_page_fits_a_phone_with_its_score_in_sight_and_executes_nothi
             for payload in PAYLOADS
         ]  # fmt: skip
         page_html = leaderboard_html("judge", standings, [payload[:60] for payload in PAYLOADS])
+        (tmp_path / "run").mkdir()
+        tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
+        tracker.log(1, {"reward": 0.5, "tokens_per_s": 123456.0, "failed/a_task_whose_name_is_long_beyond_reason": 12})
+        for payload in PAYLOADS:
+            tracker.write("event", {"name": "x" * 40, "reason": payload[:500]})
+        tracker.close()
+        report = write_report(tmp_path / "run")[1].read_text()
         routes = (static("/", "text/html", page_html), static("/style.css", "text/css", STYLE))
         async with opened(tmp_path, *routes) as (page, url):
+            await page.goto((tmp_path / "run" / "report.html").as_uri())
+            assert await page.value("document.documentElement.scrollWidth") <= 390
+            rows = "[...document.querySelector('.figures').querySelectorAll('td + td')]"
+            assert await page.value(f"Math.max(...{rows}.map(one => one.getBoundingClientRect().right))") <= 390
+            assert await page.value(f"new Set({rows}.map(one => getComputedStyle(one).whiteSpace)).has('nowrap')")
+            assert LOOK in report
+            assert await page.value("document.querySelectorAll('script, iframe, svg, object, a').length") == 0
             await page.goto(url)
             assert await page.value("document.title") == "Leaderboard - Shoal"
             assert await page.value(FOREIGN) == 0

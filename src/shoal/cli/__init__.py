@@ -15,7 +15,7 @@ from shoal.cli import judge as judge_commands
 from shoal.cli import runs as run_commands
 from shoal.cli import services
 from shoal.cli import swarm as swarm_commands
-from shoal.cli.output import JsonFlag, fail, from_checkout, show, show_answers, warn
+from shoal.cli.output import JsonFlag, fail, from_checkout, show, show_answers, show_what_next, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.cli.page import ViewFlag, page_beside
 from shoal.cli.runs import RunArgument, run_at, run_names
@@ -23,12 +23,10 @@ from shoal.cli.serving import serve
 from shoal.errors import ShoalError
 
 app = typer.Typer(name="shoal", no_args_is_help=True, pretty_exceptions_enable=False)
-for _commands in (swarm_commands.app, judge_commands.app, *services.groups):
-    app.add_typer(_commands)
-app.command("runs")(run_commands.list_runs)
-app.command()(run_commands.init)
-app.command()(run_commands.chat)
 
+FIRST, LOOK, MODELS, MACHINE, MANY = (
+    "Begin here", "Look at runs", "Use models", "This machine", "Several machines"
+)  # fmt: skip
 BENCHES = (
     *("async", "chaos", "cli", "cluster", "engine", "gateway", "hostile", "orchestrator", "packing", "push", "real"),
     *("rewards", "swarm", "tinker", "trainer", "trl", "view"),
@@ -50,10 +48,10 @@ def shoal(
         bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
-    """Post-trains language models with reinforcement learning: asynchronously inside a node."""
+    """Shoal trains language models with reinforcement learning: on this machine, on many, and in swarms."""
 
 
-@app.command(cls=WithSettings, epilog=HELP)
+@app.command(cls=WithSettings, epilog=HELP, rich_help_panel=FIRST)
 def demo(
     context: typer.Context,
     run_dir: Annotated[Path | None, typer.Option(help="Where the run is written; a new folder under runs/.")] = None,
@@ -72,9 +70,13 @@ def demo(
         print(words)
         show_answers(config.run_dir)
         show(figures, json_)
+        show_what_next(Path(config.run_dir))
 
 
-@app.command(cls=WithSettings, epilog=HELP)
+app.command(rich_help_panel=FIRST)(run_commands.init)
+
+
+@app.command(cls=WithSettings, epilog=HELP, rich_help_panel=FIRST)
 def train(
     context: typer.Context,
     config: Annotated[
@@ -117,134 +119,15 @@ def train(
     with page_beside(settings.run_dir, view):
         with stoppable(settings.run_dir):
             result = train_with_progress(settings, resume=resume)
-        png, html = write_report(result.run_dir)
+        write_report(result.run_dir)
         show_answers(settings.run_dir, sys.stderr)
-        lines = [f"model: {result.model}", f"report: {png} and {html}", f"look at it: shoal view {result.run_dir}"]
-        print(*lines, f"talk with it: shoal chat {result.run_dir}", sep="\n", file=sys.stderr)
         show(result.figures, json_)
+        show_what_next(result.run_dir)
         if result.warning:
             warn(result.warning)
 
 
-@app.command(cls=WithSettings, epilog=HELP)
-def sft(
-    context: typer.Context,
-    data: Annotated[
-        Path, typer.Argument(metavar="DATA.jsonl", help="Rows with `messages`; the assistant's are taught.")
-    ],
-    model: Annotated[str, typer.Option(help="A Hugging Face directory, hub name or embedded model.")],
-    run_dir: Annotated[Path, typer.Option(help="Where the run and its model are written.")],
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
-    json_: JsonFlag = False,
-) -> None:
-    """Teach a model the assistant's side of conversations (supervised fine-tuning)."""
-    from shoal.config import parse
-    from shoal.run.run_dir import check_run_dir
-    from shoal.run.supervised import run_supervised
-
-    config = parse(
-        {
-            "run_dir": str(run_dir),
-            "model": {"path": model},
-            "tasks": [{"name": "chain_sum"}],
-            "train": {"loss": "positive_only", "lr": 1e-4},
-        },
-        context.obj,
-    )
-    if not resume:
-        check_run_dir(run_dir, resume=False)
-    with stoppable(config.run_dir):
-        show(run_supervised(config, data, resume=resume), json_)
-
-
-@app.command(name="eval", cls=WithSettings, epilog=HELP)
-def evaluate(
-    context: typer.Context,
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Configuration of the model and the tasks.")],
-    questions: Annotated[int | None, typer.Option(min=1, help="Held-out questions; eval.questions when unset.")] = None,
-    json_: JsonFlag = False,
-) -> None:
-    """Measure a model on held-out questions, sampled and greedy."""
-    from shoal.config import load
-    from shoal.run.training import run_evaluation
-
-    extra = [] if questions is None else [f"eval.questions={questions}"]
-    show(run_evaluation(load(config, [*context.obj, *extra])), json_)
-
-
-app.command()(serve)
-
-
-@app.command()
-def report(run: RunArgument) -> None:
-    """Plot report.png and write report.html from a run's records."""
-    from shoal.observe.report import write_report
-
-    png, html = write_report(run)
-    print(f"{png}\n{html}")
-
-
-@app.command()
-def export(
-    run: RunArgument,
-    jsonl: Annotated[Path | None, typer.Option(help="A line per rollout.")] = None,
-    parquet: Annotated[Path | None, typer.Option(help="A row per rollout.")] = None,
-    inspect: Annotated[Path | None, typer.Option(help="A log that Inspect's viewer reads, as .json.")] = None,
-) -> None:
-    """Write the rollouts of a run's log to a file."""
-    from shoal.experience.export import export_jsonl, export_parquet
-    from shoal.observe.export_extras import extras_of
-
-    if jsonl is None and parquet is None and inspect is None:
-        raise ShoalError("export: expected --jsonl FILE, --parquet FILE or --inspect FILE, got none")
-    extras = extras_of(run)
-    if jsonl is not None:
-        print(f"{export_jsonl(run, jsonl, extras)} rollouts in {jsonl}")
-    if parquet is not None:
-        print(f"{export_parquet(run, parquet, extras)} rollouts in {parquet}")
-    if inspect is not None:
-        from shoal.observe.inspect_log import export_inspect
-
-        print(f"{export_inspect(run, inspect)} rollouts in {inspect}")
-
-
-@app.command()
-def trace(
-    run: RunArgument,
-    out: Annotated[Path | None, typer.Option(help="The file; trace.json in the run when unset.")] = None,
-) -> None:
-    """Write who worked and who waited as a trace for Perfetto or chrome://tracing."""
-    from shoal.observe.trace import write_trace
-
-    file = out or run / "trace.json"
-    print(f"{write_trace(run, file)} bars in {file}; open it at ui.perfetto.dev")
-
-
-@app.command()
-def audit(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Check from the log that nothing was lost, trained twice or too stale. Exit code 1 when something was."""
-    from shoal.experience.audit import audit as audit_run
-
-    result = audit_run(run)
-    if json_:
-        findings = {check.value: finding.ids for check, finding in result.findings.items()}
-        print(json.dumps({"ok": result.ok, "consumed": result.consumed, "steps": result.steps, "findings": findings}))
-    else:
-        print("\n".join(result.sentences()))
-    raise typer.Exit(int(not result.ok))
-
-
-@app.command()
-def status(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Show a run's state, task by task: groups running, waiting, trained, failed or dropped, with reasons."""
-    from shoal.observe.status import status as status_of
-    from shoal.observe.status import status_lines
-
-    values = status_of(run)
-    print(json.dumps(values) if json_ else "\n".join(status_lines(values)))
-
-
-@app.command()
+@app.command(rich_help_panel=LOOK)
 def view(
     runs: Annotated[
         list[Path] | None,
@@ -283,7 +166,129 @@ def view(
     uvloop.run(serve_view(chosen, host=host, port=port, announce=announce, waits=beside))
 
 
-@app.command()
+app.command("runs", rich_help_panel=LOOK)(run_commands.list_runs)
+
+
+@app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MODELS)
+def sft(
+    context: typer.Context,
+    data: Annotated[
+        Path, typer.Argument(metavar="DATA.jsonl", help="Rows with `messages`; the assistant's are taught.")
+    ],
+    model: Annotated[str, typer.Option(help="A Hugging Face directory, hub name or embedded model.")],
+    run_dir: Annotated[Path, typer.Option(help="Where the run and its model are written.")],
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint.")] = False,
+    json_: JsonFlag = False,
+) -> None:
+    """Teach a model the assistant's side of conversations (supervised fine-tuning)."""
+    from shoal.config import parse
+    from shoal.run.run_dir import check_run_dir
+    from shoal.run.supervised import run_supervised
+
+    config = parse(
+        {
+            "run_dir": str(run_dir),
+            "model": {"path": model},
+            "tasks": [{"name": "chain_sum"}],
+            "train": {"loss": "positive_only", "lr": 1e-4},
+        },
+        context.obj,
+    )
+    if not resume:
+        check_run_dir(run_dir, resume=False)
+    with stoppable(config.run_dir):
+        show(run_supervised(config, data, resume=resume), json_)
+
+
+@app.command(name="eval", cls=WithSettings, epilog=HELP, rich_help_panel=MODELS)
+def evaluate(
+    context: typer.Context,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Configuration of the model and the tasks.")],
+    questions: Annotated[int | None, typer.Option(min=1, help="Held-out questions; eval.questions when unset.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Measure a model on held-out questions, sampled and greedy."""
+    from shoal.config import load
+    from shoal.run.training import run_evaluation
+
+    extra = [] if questions is None else [f"eval.questions={questions}"]
+    show(run_evaluation(load(config, [*context.obj, *extra])), json_)
+
+
+app.command(rich_help_panel=MODELS)(run_commands.chat)
+app.command(rich_help_panel=MODELS)(serve)
+
+
+@app.command(rich_help_panel=LOOK)
+def report(run: RunArgument) -> None:
+    """Plot report.png and write report.html from a run's records."""
+    from shoal.observe.report import write_report
+
+    png, html = write_report(run)
+    print(f"{png}\n{html}")
+
+
+@app.command(rich_help_panel=LOOK)
+def export(
+    run: RunArgument,
+    jsonl: Annotated[Path | None, typer.Option(help="A line per rollout.")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="A row per rollout.")] = None,
+    inspect: Annotated[Path | None, typer.Option(help="A log that Inspect's viewer reads, as .json.")] = None,
+) -> None:
+    """Write the rollouts of a run's log to a file."""
+    from shoal.experience.export import export_jsonl, export_parquet
+    from shoal.observe.export_extras import extras_of
+
+    if jsonl is None and parquet is None and inspect is None:
+        raise ShoalError("export: expected --jsonl FILE, --parquet FILE or --inspect FILE, got none")
+    extras = extras_of(run)
+    if jsonl is not None:
+        print(f"{export_jsonl(run, jsonl, extras)} rollouts in {jsonl}")
+    if parquet is not None:
+        print(f"{export_parquet(run, parquet, extras)} rollouts in {parquet}")
+    if inspect is not None:
+        from shoal.observe.inspect_log import export_inspect
+
+        print(f"{export_inspect(run, inspect)} rollouts in {inspect}")
+
+
+@app.command(rich_help_panel=LOOK)
+def trace(
+    run: RunArgument,
+    out: Annotated[Path | None, typer.Option(help="The file; trace.json in the run when unset.")] = None,
+) -> None:
+    """Write who worked and who waited as a trace for Perfetto or chrome://tracing."""
+    from shoal.observe.trace import write_trace
+
+    file = out or run / "trace.json"
+    print(f"{write_trace(run, file)} bars in {file}; open it at ui.perfetto.dev")
+
+
+@app.command(rich_help_panel=LOOK)
+def audit(run: RunArgument, json_: JsonFlag = False) -> None:
+    """Check from the log that nothing was lost, trained twice or too stale. Exit code 1 when something was."""
+    from shoal.experience.audit import audit as audit_run
+
+    result = audit_run(run)
+    if json_:
+        findings = {check.value: finding.ids for check, finding in result.findings.items()}
+        print(json.dumps({"ok": result.ok, "consumed": result.consumed, "steps": result.steps, "findings": findings}))
+    else:
+        print("\n".join(result.sentences()))
+    raise typer.Exit(int(not result.ok))
+
+
+@app.command(rich_help_panel=LOOK)
+def status(run: RunArgument, json_: JsonFlag = False) -> None:
+    """Show a run's state, task by task: groups running, waiting, trained, failed or dropped, with reasons."""
+    from shoal.observe.status import status as status_of
+    from shoal.observe.status import status_lines
+
+    values = status_of(run)
+    print(json.dumps(values) if json_ else "\n".join(status_lines(values)))
+
+
+@app.command(rich_help_panel=MACHINE)
 def doctor(json_: JsonFlag = False) -> None:
     """List this machine's parts, and what each part of Shoal misses."""
     from shoal.run.doctor import diagnosis
@@ -291,7 +296,7 @@ def doctor(json_: JsonFlag = False) -> None:
     show(diagnosis(), json_)
 
 
-@app.command()
+@app.command(rich_help_panel=MACHINE)
 def bench(
     name: Annotated[
         str, typer.Argument(metavar="BENCH", help=", ".join(BENCHES) + ".", autocompletion=lambda: list(BENCHES))
@@ -312,6 +317,10 @@ def bench(
 
     options = {name: value for name, value in (("minutes", minutes), ("seed", seed)) if value is not None}
     show(run_bench(name, quick=quick, model=model, **options), json_)
+
+
+for _commands in (swarm_commands.app, judge_commands.app, *services.groups):
+    app.add_typer(_commands, rich_help_panel=MANY)
 
 
 @contextmanager

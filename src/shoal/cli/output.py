@@ -49,6 +49,17 @@ def show_answers(run_dir: str, stream: TextIO | None = None) -> None:
         print("\n".join(f"  {line}" for line in lines), file=stream, flush=True)
 
 
+def show_what_next(run_dir: Path) -> None:
+    """Prints on standard error where a run's model and report are, and which commands go on from here."""
+    lines = (
+        f"model: {run_dir / 'model'}",
+        f"report: {run_dir / 'report.png'} and {run_dir / 'report.html'}",
+        f"look at its curves, answers and tokens: shoal view {run_dir}",
+        f"talk with it: shoal chat {run_dir}",
+    )
+    print(*lines, sep="\n", file=sys.stderr)
+
+
 def announce(*lines: str) -> None:
     """Prints lines at once, although the command goes on and its output may be a file."""
     print(*lines, sep="\n", flush=True)

@@ -210,3 +210,9 @@ def function_tool(name: str, description: str | None, parameters: dict[str, obje
     """Tool in the shape that templates read."""
     function = {"name": name, "description": description or "", "parameters": parameters or {}}
     return {"type": "function", "function": function}
+
+
+def event_bytes(event: Body, *, named: bool = False) -> bytes:
+    """Server-sent event with this body; a named one carries its type."""
+    data = b"data: " + msgspec.json.encode(event) + b"\n\n"
+    return b"event: " + str(event["type"]).encode() + b"\n" + data if named else data

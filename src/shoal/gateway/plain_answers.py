@@ -59,7 +59,7 @@ class Answering:
 
 def chat_choice(answering: Answering, choice: Choice) -> Body:
     """Choice of a chat completion."""
-    message = _message(answering, choice)
+    message = message_of(answering, choice)
     shown: Body = {**wire_of(message), "refusal": None}
     if message.tool_calls and not message.content:
         shown["content"] = None
@@ -75,7 +75,7 @@ def chat_delta(answering: Answering, choice: Choice, reasoning: str, content: st
 
 def chat_end(answering: Answering, choice: Choice) -> Iterator[Body]:
     """Choices of the last chunks: tool calls, then the finish reason."""
-    message = _message(answering, choice)
+    message = message_of(answering, choice)
     for i, call in enumerate(message.tool_calls):
         delta: Body = {"tool_calls": [{"index": i, **wire_of_call(call)}]}
         yield {"index": choice.index, "delta": delta, "finish_reason": None}
@@ -154,7 +154,8 @@ def _unsent(choice: Choice) -> list[ServedToken]:
     return rest
 
 
-def _message(answering: Answering, choice: Choice) -> Message:
+def message_of(answering: Answering, choice: Choice) -> Message:
+    """Answer so far, with the tool calls of a whole one."""
     text, answer = choice.text, choice.text.answer
     calls = () if answer is None or text.stopped else answer.calls
     named = (ToolCall(minted_id(answering.id, choice.index, i), one.name, one.arguments) for i, one in enumerate(calls))

@@ -157,6 +157,11 @@ def prompts_of(body: PlainTextRequest) -> list[str | tuple[int, ...]]:
     return found
 
 
+def plain_options(body: ModelRequest) -> PlainOptions:
+    """Options of a request of another API, without the rules that only completions have. Raises `SessionError`."""
+    return _options(body, PlainRules(), WantedLogprobs(False, 0))
+
+
 def _options(body: ModelRequest, asked: PlainRules, logprobs: WantedLogprobs) -> PlainOptions:
     n, most, lowest = asked.n or 1, body.max_tokens, 0 if logprobs.echo else 1
     if not 1 <= (asked.n if asked.n is not None else 1) <= MOST_CHOICES:

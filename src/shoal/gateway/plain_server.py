@@ -7,41 +7,67 @@ the engine too, and so does a client that disconnects: nobody trains on these to
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
+from json import dumps as json_text
 from typing import TypeAlias
 
-import msgspec
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from shoal.errors import ContextOverflow, EngineUnavailable, SessionError, ShoalError
 from shoal.gateway.answer_text import AnswerText
 from shoal.gateway.chat import chat_ask
-from shoal.gateway.dialects import Body
-from shoal.gateway.plain_answers import (
-    Answering,
-    Choice,
-    chat_choice,
-    chat_delta,
-    chat_end,
-    text_choice,
-    text_delta,
-    text_end,
+from shoal.gateway.dialects import Dialect, R
+from shoal.gateway.plain_answers import Answering, Choice, chat_choice, text_choice
+from shoal.gateway.plain_requests import (
+    MOST_CHOICES,
+    PlainOptions,
+    chat_request,
+    plain_options,
+    prompts_of,
+    text_request,
 )
-from shoal.gateway.plain_requests import MOST_CHOICES, PlainOptions, chat_request, prompts_of, text_request
+from shoal.gateway.plain_streams import CompletionStream, EventStream, StreamForm
 from shoal.gateway.request_log import RequestRecord
 from shoal.gateway.sessions import SessionContext
-from shoal.gateway.token_tree import TokenTree
+from shoal.gateway.token_tree import Conversation, TokenTree
 from shoal.interfaces import ModelServer
-from shoal.net.server import disconnected, json
+from shoal.net.server import PAGE_HEADERS, disconnected, json
 from shoal.types import FinishReason
 
 EVERY = 8
 """Tokens between two looks for a stop string, where no stream wants them sooner."""
 NO_TREE = TokenTree()
+HOME = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{model} - Shoal</title>
+<link rel="stylesheet" href="look.css">
+<link rel="icon" href="data:,">
+</head>
+<body>
+<main>
+<h1>{model}</h1>
+<p>This server answers OpenAI and Anthropic clients. Context: {longest} tokens.</p>
+<div class="scroll" tabindex="0" role="region" aria-label="Addresses"><table><tbody>
+<tr><th scope="row">OpenAI base URL</th><td><code>{url}</code></td></tr>
+<tr><th scope="row">Anthropic base URL</th><td><code>{url}</code> without <code>/v1</code></td></tr>
+<tr><th scope="row">Model</th><td><code>{model}</code></td></tr>
+</tbody></table></div>
+<pre class="scroll" tabindex="0">curl {url}/chat/completions -H 'Content-Type: application/json' -d '{asked}'</pre>
+<p>A server beyond loopback wants the key that <code>shoal serve</code> printed.</p>
+</main>
+</body>
+</html>
+"""
+TEXT_ID = "cmpl-"
+"""Beginning of the ids of text completions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +77,11 @@ class PlainJob:
     answering: Answering
     prompts: tuple[tuple[int, ...], ...]
     choices: tuple[Choice, ...]
-    chat: bool
 
 
 Reader: TypeAlias = Callable[[], AnswerText]
-LateError: TypeAlias = Callable[[ShoalError], Body]
-"""Function from an error to the body that reports it in a stream."""
+LateError: TypeAlias = Callable[[ShoalError], bytes]
+"""Function from an error to the event that reports it in a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +93,20 @@ class PlainServer:
     model: str
     keep_alive_s: float
 
+    async def home(self, http: Request) -> Response:
+        """Page that says what is served, and how to ask."""
+        model, url = escape(self.model), escape(f"{http.base_url}v1")
+        asked = json_text({"model": self.model, "messages": [{"role": "user", "content": "Hello"}]})
+        page = HOME.format(model=model, url=url, longest=self.context.max_model_len, asked=escape(asked, quote=False))
+        return Response(page, 200, PAGE_HEADERS, "text/html")
+
     async def chat(self, http: Request, data: bytes, record: RequestRecord, late: LateError) -> Response:
         """Answers a chat request. Raises a `ShoalError`."""
         body, options = chat_request(data)
-        conversation = chat_ask(body, NO_TREE).conversation
-        prompt = tuple(await self.context.rendered(conversation))
-        read = partial(
-            AnswerText,
-            self.context.renderer,
-            options.stops,
-            chat=True,
-            tools=bool(conversation.tools),
-            template=conversation.template,
-        )
-        return await self._response(self._job(options, [prompt], read, chat=True), http, record, late)
+        job = await self._conversation(chat_ask(body, NO_TREE).conversation, options, "chatcmpl-")
+        if options.stream:
+            return await self._streamed(job, CompletionStream(job.answering, chat=True), record, late)
+        return await self._body(job, http, record)
 
     async def text(self, http: Request, data: bytes, record: RequestRecord, late: LateError) -> Response:
         """Answers a text request. Raises a `ShoalError`."""
@@ -91,37 +116,53 @@ class PlainServer:
             said = await self.context.computed(len(one), renderer.token_ids, one) if isinstance(one, str) else one
             prompts.append(tuple(said))
         read = partial(AnswerText, renderer, options.stops, chat=False)
-        return await self._response(self._job(options, prompts, read, chat=False), http, record, late)
+        job = self._job(options, prompts, read, TEXT_ID)
+        if options.stream:
+            return await self._streamed(job, CompletionStream(job.answering, chat=False), record, late)
+        return await self._body(job, http, record)
 
-    def _job(self, options: PlainOptions, prompts: Sequence[tuple[int, ...]], read: Reader, *, chat: bool) -> PlainJob:
+    async def events(self, dialect: Dialect[R], request: R, record: RequestRecord, late: LateError) -> Response:
+        """Streams the answer to a request of an API with named events, token by token. Raises a `ShoalError`."""
+        job = await self._conversation(dialect.ask(request, NO_TREE).conversation, plain_options(request), "")
+        return await self._streamed(job, EventStream(job.answering, dialect, request), record, late)
+
+    async def _conversation(self, conversation: Conversation, options: PlainOptions, prefix: str) -> PlainJob:
+        prompt = tuple(await self.context.rendered(conversation))
+        tools, template = bool(conversation.tools), conversation.template
+        read = partial(AnswerText, self.context.renderer, options.stops, chat=True, tools=tools, template=template)
+        return self._job(options, [prompt], read, prefix)
+
+    def _job(self, options: PlainOptions, prompts: Sequence[tuple[int, ...]], read: Reader, prefix: str) -> PlainJob:
         if (many := len(prompts) * options.n) > MOST_CHOICES:
             raise SessionError(f"prompt: expected at most {MOST_CHOICES} choices of all prompts together, got {many}")
         longest = self.context.max_model_len
         for prompt in prompts:
             if not 0 < len(prompt) < longest:
-                where = "messages" if chat else "prompt"
+                where = "prompt" if prefix == TEXT_ID else "messages"
                 why = f"expected 1 to {longest - 1} tokens, for a context of {longest}; got {len(prompt)}"
                 raise ContextOverflow(f"{where}: {why}")
-        name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+        name = f"{prefix}{secrets.token_hex(12)}"
         answering = Answering(name, self.model, int(time.time()), options, self.context.renderer.token_bytes)
         repeated = [prompt for prompt in prompts for _ in range(options.n)]
         choices = tuple(Choice(index, prompt, read()) for index, prompt in enumerate(repeated))
-        return PlainJob(answering, tuple(prompts), choices, chat)
+        return PlainJob(answering, tuple(prompts), choices)
 
-    async def _response(self, job: PlainJob, http: Request, record: RequestRecord, late: LateError) -> Response:
-        record.id, record.prompt_tokens = job.answering.id, sum(map(len, job.prompts))
-        if job.answering.options.stream:
-            chunks = self._chunks(job, record, late)
-            first = await anext(chunks)  # an error before the first token has a status of its own
-            return StreamingResponse(_after(first, chunks), media_type="text/event-stream")
+    async def _streamed(self, job: PlainJob, form: StreamForm, record: RequestRecord, late: LateError) -> Response:
+        chunks = self._chunks(job, form, record, late)
+        first = await anext(chunks)  # an error before the first token has a status of its own
+        return StreamingResponse(_after(first, chunks), media_type="text/event-stream")
+
+    async def _body(self, job: PlainJob, http: Request, record: RequestRecord) -> Response:
         await self._all_answered(job, http, record)
-        choice_of = chat_choice if job.chat else text_choice
+        chat = not job.answering.id.startswith(TEXT_ID)
+        choice_of = chat_choice if chat else text_choice
         choices = [choice_of(job.answering, choice) for choice in job.choices]
-        head = job.answering.head("chat.completion" if job.chat else "text_completion")
+        head = job.answering.head("chat.completion" if chat else "text_completion")
         return json({**head, "choices": choices, "usage": job.answering.usage(job.choices, job.prompts)})
 
     async def _all_answered(self, job: PlainJob, http: Request, record: RequestRecord) -> None:
         """Waits for all choices, whose answers end when one fails or the client disconnects."""
+        record.id, record.prompt_tokens = job.answering.id, sum(map(len, job.prompts))
         tasks = [asyncio.create_task(self._answered(choice, job), name="plain choice") for choice in job.choices]
         answered, left = asyncio.gather(*tasks), asyncio.create_task(disconnected(http))
         try:
@@ -176,11 +217,13 @@ class PlainServer:
                 if choice.finish_reason is not None:
                     return
 
-    async def _chunks(self, job: PlainJob, record: RequestRecord, late: LateError) -> AsyncIterator[bytes]:
+    async def _chunks(
+        self, job: PlainJob, form: StreamForm, record: RequestRecord, late: LateError
+    ) -> AsyncIterator[bytes]:
         """Events of a stream: comments while nothing comes, then the chunks of all choices as they come."""
+        record.id, record.prompt_tokens = job.answering.id, sum(map(len, job.prompts))
         queue: asyncio.Queue[Choice | ShoalError | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._feed(choice, job, queue), name="plain choice") for choice in job.choices]
-        shown = {choice.index: ("", "") for choice in job.choices}
         running, began, began_s = len(tasks), False, time.monotonic()
         try:
             while running:
@@ -194,7 +237,7 @@ class PlainServer:
                 if isinstance(came, ShoalError):
                     if not began:
                         raise came
-                    yield _event(late(came))
+                    yield late(came)
                     return
                 began = True
                 if came is None:
@@ -202,14 +245,12 @@ class PlainServer:
                     continue
                 if not record.first_token_s:
                     record.first_token_s = time.monotonic() - began_s
-                    for chunk in _opening(job):
+                    for chunk in form.opening(job.choices):
                         yield chunk
-                for chunk in _news(job, came, shown):
+                for chunk in form.news(came):
                     yield chunk
-            if job.answering.options.usage:
-                usage = job.answering.usage(job.choices, job.prompts)
-                yield _event({**_chunk_head(job), "choices": [], "usage": usage})
-            yield b"data: [DONE]\n\n"
+            for chunk in form.end(job.choices, job.prompts):
+                yield chunk
         finally:
             self._record(job, record)
             for task in tasks:
@@ -232,35 +273,3 @@ async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
     yield first
     async for chunk in rest:
         yield chunk
-
-
-def _event(body: Body) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _chunk_head(job: PlainJob) -> Body:
-    return job.answering.head("chat.completion.chunk" if job.chat else "text_completion")
-
-
-def _opening(job: PlainJob) -> Iterator[bytes]:
-    """First chunk of each choice of a chat."""
-    for choice in job.choices if job.chat else ():
-        delta: Body = {"role": "assistant", "content": ""}
-        yield _event({**_chunk_head(job), "choices": [{"index": choice.index, "delta": delta, "finish_reason": None}]})
-
-
-def _news(job: PlainJob, choice: Choice, shown: dict[int, tuple[str, str]]) -> Iterator[bytes]:
-    """Chunks with what a choice shows more than before, and with its end."""
-    reasoning, content = shown[choice.index]
-    shown[choice.index] = choice.text.reasoning, choice.text.content
-    thought, said = choice.text.reasoning[len(reasoning) :], choice.text.content[len(content) :]
-    bodies: list[Body] = []
-    if thought or said:
-        delta = (
-            chat_delta(job.answering, choice, thought, said) if job.chat else text_delta(job.answering, choice, said)
-        )
-        bodies.append(delta)
-    if choice.finish_reason is not None:
-        bodies += chat_end(job.answering, choice) if job.chat else [text_end(job.answering, choice)]
-    for body in bodies:
-        yield _event({**_chunk_head(job), "choices": [body]})

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from shoal.errors import ContextOverflow, SessionError, ShoalError
 from shoal.gateway.anthropic import MESSAGES, conversation_of
 from shoal.gateway.chat import CHAT, TEXT, TOKENS
-from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply
+from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply, event_bytes
 from shoal.gateway.registry import SessionBounds, Sessions, export
 from shoal.gateway.request_log import FREE_PATHS, RequestRecord
 from shoal.gateway.responses import RESPONSES
@@ -30,7 +30,7 @@ from shoal.gateway.sessions import DEFAULTS, OpenRequest, Session, SessionContex
 from shoal.gateway.token_tree import Generation
 from shoal.interfaces import Engine, ModelServer
 from shoal.net.client import RETRY_HEADER
-from shoal.net.server import body, decoded, exposition, guarded, json
+from shoal.net.server import body, decoded, exposition, guarded, json, look
 
 if TYPE_CHECKING:
     from shoal.model.chat_template import ChatRenderer
@@ -55,8 +55,11 @@ DIALECTS: Mapping[str, Dialect[Any]] = {
 }
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-PlainEndpoint: TypeAlias = Callable[[Request, bytes, RequestRecord, Callable[[ShoalError], Body]], Awaitable[Response]]
-"""Answers a request with this body; the last argument is the body that reports an error late in a stream."""
+LateError: TypeAlias = Callable[[ShoalError], bytes]
+"""Function from an error to the event that reports it in a stream."""
+PlainEndpoint: TypeAlias = Callable[[Request, bytes, RequestRecord, LateError], Awaitable[Response]]
+PlainEvents: TypeAlias = Callable[[Dialect[Any], Any, RequestRecord, LateError], Awaitable[Response]]
+"""Streams the answer to a request of an API with named events."""
 
 
 class ModelNotFound(SessionError):
@@ -107,11 +110,15 @@ class Gateway:
         context = SessionContext(self.engine, self.renderer, self.max_model_len, pool, self.clock)
         self.sessions = Sessions(context, self.bounds)
         self._plain: dict[str, PlainEndpoint] = {}
+        self._plain_events: PlainEvents | None = None
+        of_pages: dict[str, tuple[str, Endpoint]] = {}
         if self.model_server is not None:
             from shoal.gateway.plain_server import PlainServer  # the gateway of a training run has no use for it
 
             plain = PlainServer(self.model_server, context, self.model, self.keep_alive_s)
             self._plain = {"/v1/chat/completions": plain.chat, "/v1/completions": plain.text}
+            self._plain_events = plain.events
+            of_pages = {"": ("GET", partial(self._admitted, plain.home)), "/look.css": ("GET", look)}
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
         of_models: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, dialect)) for path, dialect in DIALECTS.items()},
@@ -121,6 +128,7 @@ class Gateway:
         self._of_sessions = {**of_models, "/end": ("POST", self._end)}
         self._common = {
             **of_models,
+            **of_pages,
             "/v1/sessions": ("POST", self._open),
             "/health": ("GET", self._health),
             "/metrics": ("GET", self._metrics),
@@ -193,11 +201,14 @@ class Gateway:
         """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
         session, record = self._session(http), http.scope["shoal.record"]
         data = await body(http, self.max_body_bytes)
+        late = partial(_late_event, dialect, http.url.path)
         if is_plain := self.sessions.get(session.token) is None:
             record.model = self._check_model(data)
             if (plain := self._plain.get(http.url.path.rstrip("/"))) is not None:
-                return await plain(http, data, record, partial(_late_body, http.url.path))
+                return await plain(http, data, record, late)
         request, created = dialect.request(data, strict=is_plain), int(time.time())
+        if is_plain and request.stream and dialect.named and self._plain_events is not None:
+            return await self._plain_events(dialect, request, record, late)
         digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
         ask = replace(dialect.ask(request, session.tree), digest=digest, is_retry=_is_retry(http))
 
@@ -235,21 +246,12 @@ class Gateway:
         try:
             generation = task.result()
         except ShoalError as error:
-            late = _error_body(error, error.http_status, http.url.path)
-            if dialect is RESPONSES:
-                late = {
-                    "type": "error",
-                    "code": _code(error),
-                    "message": str(error),
-                    "param": None,
-                    "sequence_number": 0,
-                }
-            yield _event(late, dialect.named)
+            yield _late_event(dialect, http.url.path, error)
             return
         if _has_left(http):
             return
         for event in dialect.events(reply(generation)):
-            yield _event(event, dialect.named)
+            yield event_bytes(event, named=dialect.named)
         if not dialect.named:
             yield b"data: [DONE]\n\n"
         session.tree.deliver(generation.id)
@@ -307,6 +309,10 @@ class Gateway:
         if self.admin_key and not hmac.compare_digest(_api_key(http).encode(), self.admin_key.encode()):
             raise Unauthorized("api_key: expected the gateway's admin key as Authorization: Bearer KEY")
 
+    async def _admitted(self, endpoint: Endpoint, http: Request) -> Response:
+        self._admit(http)
+        return await endpoint(http)
+
     def _refusal(self, http: Request, error: Exception) -> Response:
         """Response to an error."""
         counted = self.sessions.context.counted
@@ -330,8 +336,11 @@ def _error_body(error: Exception, status: int, path: str) -> Body:
     return {"error": {"message": said, "type": kind, "param": param, "code": _code(error)}}
 
 
-def _late_body(path: str, error: ShoalError) -> Body:
-    return _error_body(error, error.http_status, path)
+def _late_event(dialect: Dialect[R], path: str, error: ShoalError) -> bytes:
+    late = _error_body(error, error.http_status, path)
+    if dialect is RESPONSES:
+        late = {"type": "error", "code": _code(error), "message": str(error), "param": None, "sequence_number": 0}
+    return event_bytes(late, named=dialect.named)
 
 
 def _code(error: Exception) -> str | None:
@@ -346,11 +355,6 @@ def _shown(path: str) -> str:
         return path
     key, slash, rest = path.removeprefix(SESSION).partition("/")
     return f"{SESSION}{key[:8]}...{slash}{rest}"
-
-
-def _event(event: Body, named: bool) -> bytes:
-    data = b"data: " + msgspec.json.encode(event) + b"\n\n"
-    return b"event: " + str(event["type"]).encode() + b"\n" + data if named else data
 
 
 def _has_left(http: Request) -> bool:

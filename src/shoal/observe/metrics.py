@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from shoal.config import MetricsConfig
 from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError, without_credentials
-from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker
+from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker, tensorboard_tracker
 from shoal.trainer.messages import STATS_MEANINGS
 
 WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
@@ -38,6 +38,7 @@ STEP_NAMES: Mapping[str, str] = {
     "tokens_per_s": "Tokens sampled for the consumed rollouts, per second since the step before.",
     "tokens_per_s/<task>": "`tokens_per_s` of one task.",
     "samples_per_s": "Rollouts consumed, per second since the step before.",
+    "step_s": "Seconds since the step before.",
     "engine_busy": "Share of the time that the engine spent computing, 0..1.",
     "trainer_busy": "Share of the time that the trainer spent computing, 0..1.",
     **STATS_MEANINGS,
@@ -260,36 +261,7 @@ def _parts(name: str) -> tuple[str, str, str]:
     return where, base, task
 
 
-class TensorBoardTracker:
-    """Tracker that writes TensorBoard event files, without torch."""
-
-    def __init__(self, folder: Path) -> None:
-        """Raises `ConfigError` when the `tensorboard` extra is not installed."""
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ModuleNotFoundError as error:
-            raise _missing_extra("metrics.tensorboard", "tensorboard") from error
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
-        self._writer = EventFileWriter(str(folder))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes one scalar per name."""
-        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=self._summary(value=scalars)))
-
-    def close(self) -> None:
-        """Writes all pending values."""
-        self._writer.close()
-
-
-def _missing_extra(field: str, extra: str) -> ConfigError:
-    return ConfigError(
-        f"{field}: expected the package {extra}, which is not installed; pip install 'shoal[{extra}]' brings it"
-    )
-
-
-Adapter: TypeAlias = PrometheusTracker | TensorBoardTracker | OtherTracker
+Adapter: TypeAlias = PrometheusTracker | OtherTracker
 
 
 class Trackers:
@@ -326,7 +298,7 @@ class Trackers:
         for answer in answers:
             self._tell(self._jsonl.write("answer", {"step": step, **answer}))
         for other in self._others:
-            if answers and not isinstance(other, PrometheusTracker | TensorBoardTracker):
+            if answers and not isinstance(other, PrometheusTracker):
                 other.log_answers(step, answers)
 
     def stage(self, what: str) -> None:
@@ -361,9 +333,9 @@ def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Call
     try:
         if settings.prometheus_port is not None:
             others.append(PrometheusTracker(settings.prometheus_port))
-        if settings.tensorboard:
-            others.append(TensorBoardTracker(run_dir / "tensorboard"))
         tracked = TrackedRun(run_dir, _settings_of(run_dir))
+        if settings.tensorboard:
+            others.append(tensorboard_tracker(tracked))
         if settings.wandb_project is not None:
             others.append(other_tracker(f"wandb:{settings.wandb_project}", tracked, "metrics.wandb_project"))
         for text in settings.trackers:

@@ -1,4 +1,4 @@
-"""Trackers of other projects: Weights & Biases, trackio, MLflow and Aim. Each gets numbers, settings and answers.
+"""Trackers of other projects: TensorBoard, W&B, trackio, MLflow and Aim. Each gets numbers, settings and answers.
 
 A run keeps its id at each tracker in trackers.json, so that a resumed run goes on in the same place. Where a tracker
 keeps what it gets is its own matter: its environment variables apply.
@@ -16,6 +16,8 @@ from shoal.errors import ConfigError, RunDirError
 from shoal.files import replaced
 
 IDS = "trackers.json"
+KNOWN = (bool, int, float, str)
+"""Types of hyperparameters that TensorBoard knows."""
 Answer: TypeAlias = Mapping[str, int | float | str | None]
 
 
@@ -60,6 +62,46 @@ class OtherTracker(Protocol):
 
     def close(self) -> None:
         """Sends what is left."""
+
+
+class TensorBoardTracker:
+    """Tracker that writes TensorBoard event files into the run's folder, without torch.
+
+    Settings are hyperparameters, and answers texts in a table. Files of a resumed run go on at its steps.
+    """
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._metadata, self._tensor = create_summary_metadata("completions", ""), make_tensor_proto
+        self._writer = EventFileWriter(str(run.run_dir / "tensorboard"))
+        known = {name: value if isinstance(value, KNOWN) else json.dumps(value) for name, value in run.settings.items()}
+        self._write(0, hparams_pb(known, trial_id=run.name))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes one scalar per name."""
+        scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._write(step, self._summary(value=scalars))
+
+    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
+        """Writes a table of texts."""
+        columns, rows = _table(step, answers)
+        cells = [columns, *(["" if cell is None else str(cell) for cell in row] for row in rows)]
+        tensor = self._tensor([[cell.encode() for cell in row] for row in cells])
+        table = self._summary.Value(tag="completions", metadata=self._metadata, tensor=tensor)
+        self._write(step, self._summary(value=[table]))
+
+    def close(self) -> None:
+        """Writes all pending values."""
+        self._writer.close()
+
+    def _write(self, step: int, summary: Any) -> None:
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=summary))
 
 
 class WandbTracker:
@@ -215,6 +257,17 @@ def other_tracker(text: str, run: TrackedRun, setting: str = "metrics.trackers")
         raise ConfigError(
             f"{setting}: {text!r} needs the package {error.name}, which is not installed; "
             f"pip install 'shoal[{kind}]' brings it"
+        ) from error
+
+
+def tensorboard_tracker(run: TrackedRun) -> OtherTracker:
+    """Tracker of event files. Raises `ConfigError` when the `tensorboard` extra is not installed."""
+    try:
+        return TensorBoardTracker(run)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "metrics.tensorboard: expected the package tensorboard, which is not installed; "
+            "pip install 'shoal[tensorboard]' brings it"
         ) from error
 
 

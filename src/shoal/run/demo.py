@@ -69,7 +69,7 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
 
 
 def run_demo(config: Config) -> tuple[dict[str, object], str]:
-    """Trains the model, made first if need be, and draws the report. Returns the figures and lines about them.
+    """Trains the model, made first if need be, and draws the report. Returns the figures and a line about them.
 
     `wall_s` excludes the making of the model.
     """
@@ -80,11 +80,9 @@ def run_demo(config: Config) -> tuple[dict[str, object], str]:
         warm_start_s = demo_model()[1]
     began_s = time.monotonic()
     result = train_with_progress(config)
-    png, html = write_report(result.run_dir)
+    write_report(result.run_dir)
     words = (
         f"held-out accuracy, sampled: {result.accuracy_before:.1%} -> {result.accuracy_after:.1%}, "
-        f"greedy: {result.greedy_before:.1%} -> {result.greedy_after:.1%}\n"
-        f"report: {png} and {html}\nlook at it: shoal view {result.run_dir}\n"
-        f"talk with it: shoal chat {result.run_dir}"
+        f"greedy: {result.greedy_before:.1%} -> {result.greedy_after:.1%}"
     )
     return {**result.figures, "wall_s": time.monotonic() - began_s, "warm_start_s": warm_start_s}, words

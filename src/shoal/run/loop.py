@@ -343,6 +343,7 @@ class TrainLoop:
             "staleness_max": max(staleness),
             "tokens_per_s": sum(rollout.sampled_tokens for rollout in finished) / elapsed_s,
             "samples_per_s": len(finished) / elapsed_s,
+            "step_s": elapsed_s,
             "engine_busy": fmean(engine_shares),
             "trainer_busy": min(1.0, self._busy_s / elapsed_s),
             **{f"staleness/{k}": staleness.count(k) for k in range(self.totals.staleness_max + 1)},

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 
 from shoal.interfaces import Scorer
-from shoal.observe.metrics import Record
+from shoal.observe.metrics import Record, number
 from shoal.reward.service import FULL, BinaryScorer, RewardService
 from shoal.tasks.remote_environment import EnvironmentScorer
 from shoal.trainer.advantage import is_informative
@@ -24,7 +24,7 @@ RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS,
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Figures and directory of a finished run. Accuracies are held-out; times are of the last process."""
+    """Figures and directory of a finished run. Accuracies are held-out."""
 
     accuracy_before: float
     accuracy_after: float
@@ -37,8 +37,10 @@ class Result:
     reward_last: float
     """Means over the first and the last tenth of the steps."""
     wall_s: float
+    """Seconds of all processes that the run had."""
     steps: int
     samples_per_s: float
+    """Rollouts that steps consumed, per second of training."""
     staleness_max: int
     parity: float
     run_dir: Path
@@ -72,7 +74,11 @@ class Result:
 class RunTotals:
     """Sums of a run over its steps, those of earlier processes included."""
 
-    samples: int = 0
+    samples: float = 0.0
+    trained_s: float = 0.0
+    """Seconds of the steps of earlier processes."""
+    wall_s: float = 0.0
+    """Seconds of earlier processes."""
     staleness_max: int = 0
     """Largest staleness of the consumed groups."""
     rewards: list[float] = field(default_factory=list)  # one per step
@@ -80,15 +86,20 @@ class RunTotals:
 
     @classmethod
     def earlier(cls, records: Iterable[Record], steps: int) -> "RunTotals":
-        """Sums the records of earlier processes up to step `steps`; rates are of each process alone."""
+        """Sums the records of earlier processes up to step `steps`; time counts up to the last record."""
         of_step: dict[float, Record] = {}
         totals = cls()
         for record in records:
             step = _known(record, "step")
+            totals.wall_s = max(totals.wall_s, number(record, "time_s", 0.0))
             if record["kind"] == "step" and step <= steps:
                 of_step[step] = record
             elif record["kind"] == "eval" and step <= steps:
                 totals.evals.append({name: _known(record, name) for name in EVALS})
+        for record in of_step.values():
+            step_s = number(record, "step_s", 0.0)
+            totals.trained_s += step_s
+            totals.samples += step_s * number(record, "samples_per_s", 0.0)
         totals.rewards = [_known(of_step[step], "reward") for step in sorted(of_step)]
         totals.staleness_max = int(max((_known(record, "staleness_max") for record in of_step.values()), default=0))
         return totals

@@ -4,6 +4,7 @@ import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 
 import jinja2
 
@@ -91,7 +92,8 @@ def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> 
         Table("What happened", (), [_event(event) for event in run.events], is_text=True),
     ]
     picture = base64.b64encode(png).decode()
-    return PAGES.get_template("report.html").render(run=run, lead=lead, picture=picture, tables=tables)
+    look = files("shoal.net").joinpath("look.css").read_text()
+    return PAGES.get_template("report.html").render(run=run, lead=lead, picture=picture, tables=tables, look=look)
 
 
 def result_html(run: RunRecords, png: bytes) -> str:

@@ -169,13 +169,13 @@ class ViewServer:
 
     def _overview(self, http: Request) -> Response:
         records = {name: run.records() for name, run in self._runs.items()}
-        facts = [(name, _facts(run), warnings_of(run)) for name, run in records.items()]
+        facts = [(name, _facts(run), warnings_of(run), _last_step(run)) for name, run in records.items()]
         changed = differences(records) if len(records) > 1 else []
         return self._page(http, "overview.html", facts=facts, changed=changed)
 
     def _rollouts(self, http: Request) -> Response:
         run, wanted = self._run(http), _asked(http, Filter)
-        index, steps = self._indexes[run.name], run.records().steps
+        index = self._indexes[run.name]
         found = index.search(wanted)
         return self._page(
             http,
@@ -185,7 +185,7 @@ class ViewServer:
             found=found,
             rows=[(row, *glance(row)) for row in found.rows],
             index=index,
-            last_step=steps[-1]["step"] if steps else None,
+            last_step=_last_step(run.records()),
             previous=http.url.include_query_params(page=wanted.page - 1),
             next=http.url.include_query_params(page=wanted.page + 1),
         )
@@ -305,6 +305,11 @@ def _asked(http: Request, kind: type[T]) -> T:
         return msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise Refused(400, f"address: {error}") from error
+
+
+def _last_step(run: RunRecords) -> object:
+    """Number of the newest step; None before the first."""
+    return run.steps[-1]["step"] if run.steps else None
 
 
 def _facts(run: RunRecords) -> list[tuple[str, str]]:

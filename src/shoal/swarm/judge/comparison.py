@@ -15,10 +15,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from scipy import stats
 
 from shoal.swarm.judge.messages import Condition
@@ -32,6 +33,8 @@ LEAST_NODES = 2
 SIGNIFICANT = 0.05
 TEST = "two-sided Mann-Whitney U test per bin of rounds, p adjusted by Benjamini-Hochberg over the bins"
 COLOURS = {Condition.SWARM: "#2563c9", Condition.SOLO: "#d9730d"}
+MARKERS = {Condition.SWARM: ("o", 6), Condition.SOLO: ("s", 10)}
+"""Marker and size in points: equal scores hide neither condition."""
 
 Curves: TypeAlias = Mapping[Condition, Mapping[str, Mapping[int, float]]]
 """Mean scores by condition, node and bin."""
@@ -158,7 +161,12 @@ def comparison_png(comparison: Comparison) -> bytes:
     raw, cohort = figure.subplots(1, 2, sharey=True)
     _plot(raw, comparison.raw, "all nodes judged in a bin")
     _plot(cohort, comparison.cohort, "cohort: the nodes that reached the horizon")
-    raw.set(ylabel="judged pass@1", ylim=(0, None))
+    margin = comparison.bin_rounds / 2
+    last = max((point.round for point in comparison.raw), default=0)
+    raw.set(ylabel="judged pass@1", ylim=(0, max(0.1, raw.get_ylim()[1])))
+    for axes in (raw, cohort):
+        axes.set_xlim(-margin, last + margin)
+        axes.set_xticks([tick for tick in MaxNLocator(10, integer=True).tick_values(0, last) if 0 <= tick <= last])
     bins = f"rounds since a node was first judged, in bins of {comparison.bin_rounds}"
     figure.supxlabel(f"{bins}\n{TEST}; filled: q <= {SIGNIFICANT:g}")
     data = io.BytesIO()
@@ -168,12 +176,17 @@ def comparison_png(comparison: Comparison) -> bytes:
 
 def _plot(axes: Axes, points: Sequence[Point], title: str) -> None:
     axes.set_title(title)
-    for condition, colour in COLOURS.items():
+    for layer, condition in enumerate(reversed(Condition), 2):
+        colour, (marker, size) = COLOURS[condition], MARKERS[condition]
         shown = [(point, band) for point in points if (band := getattr(point, condition)).nodes]
         rounds = [point.round for point, _ in shown]
         low, high, mean = ([getattr(band, name) for _, band in shown] for name in ("low", "high", "mean"))
         axes.fill_between(rounds, low, high, color=colour, alpha=0.15, lw=0)
-        axes.plot(rounds, mean, "o-", color=colour, mfc="white", label=condition.value)
+        drawn: dict[str, Any] = {"color": colour, "marker": marker, "markersize": size}
+        drawn |= {"clip_on": False, "zorder": layer}
+        axes.plot(rounds, mean, mfc="white", label=condition.value, **drawn)
+        if len(rounds) == 1:  # a band of no width
+            axes.vlines(rounds, low, high, color=colour, alpha=0.4, lw=size)
         sure = [point.q is not None and point.q <= SIGNIFICANT for point, _ in shown]
-        axes.plot(rounds, mean, "o", color=colour, markevery=sure)
+        axes.plot(rounds, mean, linestyle="none", markevery=sure, **drawn)
     axes.legend(loc="best")
