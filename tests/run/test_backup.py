@@ -8,8 +8,7 @@ import pytest
 
 from shoal.errors import RunDirError
 from shoal.experience.audit import audit
-from shoal.net.identity import Identity
-from shoal.run.backup import back_up, check_backup
+from shoal.run.backup import back_up, check_backup, place_of
 from train_runs import events, start, wait_for_steps
 
 
@@ -36,30 +35,44 @@ def test_a_run_goes_on_from_the_copy_of_what_is_gone(tmp_path: Path, tiny_model_
     assert audit(backup).steps == after.steps, "the last copy is that of the end"
 
 
-def test_a_backup_of_another_run_and_a_folder_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
-    mine, other, target = tmp_path / "mine", tmp_path / "other", tmp_path / "backup"
+@pytest.fixture(params=["folder", "file URL", "memory URL"])
+def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where a backup goes."""
+    folder = tmp_path / "backup"
+    return {"folder": str(folder), "file URL": f"file://{folder}", "memory URL": f"memory:/{folder}"}[request.param]
+
+
+def test_a_backup_of_another_run_and_a_place_that_cannot_be_had_are_refused(tmp_path: Path, target: str) -> None:
+    mine, other = tmp_path / "mine", tmp_path / "other"
     check_backup(mine, target)
-    Identity.load(target / "run.key")
+    place_of(target).put(mine / "run.key", "run.key")
+    check_backup(mine, target)
     with pytest.raises(RunDirError, match="expected an empty folder or this run's"):
         check_backup(other, target)
     (tmp_path / "file").touch()
-    with pytest.raises(RunDirError, match="expected a folder"):
-        check_backup(mine, tmp_path / "file" / "inside")
+    for wrong in (tmp_path / "file" / "inside", "nosuch://host/run"):
+        with pytest.raises(RunDirError, match=f"checkpoint.backup: expected a folder or a URL, got {wrong}"):
+            check_backup(mine, str(wrong))
 
 
-def test_what_is_gone_from_a_run_is_gone_from_its_backup_and_what_is_not_whole_never_comes(tmp_path: Path) -> None:
+def test_what_is_gone_from_a_run_is_gone_from_its_backup_and_what_is_not_whole_never_comes(
+    tmp_path: Path, target: str
+) -> None:
     import sqlite3
 
-    run, target = tmp_path / "run", tmp_path / "backup"
+    run = tmp_path / "run"
     for name in ("step-1", "step-2", "step-3.unfinished"):
         (run / "checkpoints" / name).mkdir(parents=True)
         (run / "checkpoints" / name / "model").write_text(name)
     with sqlite3.connect(run / "log.sqlite") as log:
         log.execute("CREATE TABLE t (x)")
-    target.mkdir()
     back_up(run, target)
-    assert sorted(path.name for path in (target / "checkpoints").iterdir()) == ["step-1", "step-2"]
+    place = place_of(target)
+    assert place.names("checkpoints") == {"step-1", "step-2"}
     shutil.rmtree(run / "checkpoints" / "step-1")
     back_up(run, target)
-    assert [path.name for path in (target / "checkpoints").iterdir()] == ["step-2"]
-    assert not list(target.rglob("*.unfinished"))
+    assert place.names("checkpoints") == {"step-2"}
+    assert place.names("checkpoints/step-2") == {"model"}
+    assert place.names() == {"checkpoints", "log.sqlite"}
+    place.get("checkpoints/step-2/model", tmp_path / "fetched")
+    assert (tmp_path / "fetched").read_text() == "step-2"

@@ -143,7 +143,7 @@ class CheckpointConfig(Section):
 
     every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays later steps.")
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
-    backup: str = Field("", description="Folder on another disk to which log and checkpoints are copied; empty is off.")
+    backup: str = Field("", description="Folder or URL to which log and checkpoints are copied; empty is off.")
     backup_s: float = Field(60.0, gt=0, description="Seconds between two copies: what may be lost with the host.")
 
 

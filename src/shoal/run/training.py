@@ -109,7 +109,7 @@ async def train(
         store = WeightStore(run_dir / "weights")
         roles = await opened(opened_roles(config, prepared, store, trackers))
         if config.checkpoint.backup:
-            await asyncio.to_thread(check_backup, run_dir, Path(config.checkpoint.backup))
+            await asyncio.to_thread(check_backup, run_dir, config.checkpoint.backup)
         ranks = await opened(trainer_ranks(config, prepared, threads.trainer, roles))
         engine, answering = await opened(
             serving(
@@ -164,7 +164,7 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Re
         await parts.trainer.write_version(merged, push=False)
         merged.replace(parts.run_dir / "model" / FILE)
     if backup := parts.config.checkpoint.backup:
-        await asyncio.to_thread(back_up, parts.run_dir, Path(backup))
+        await asyncio.to_thread(back_up, parts.run_dir, backup)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
     before, after = totals.evals[0], totals.evals[-1]
     return Result(
@@ -208,7 +208,7 @@ async def _train_and_evaluate(parts: LoopDeps, prepared: Prepared, loop: TrainLo
     }
     if backup := parts.config.checkpoint.backup:
         every_s = parts.config.checkpoint.backup_s
-        beside["backup"] = keep_backup(parts.run_dir, Path(backup), every_s, parts.trackers)
+        beside["backup"] = keep_backup(parts.run_dir, backup, every_s, parts.trackers)
     if parts.swarm is not None:
         parts.buffer.on_finished = parts.swarm.offer
         beside["swarm"] = parts.swarm.run()
