@@ -1,5 +1,6 @@
 """`shoal serve tinker` answers the real `tinker` package: numbers as torch's, futures that outlive the server."""
 
+import asyncio
 import gc
 import warnings
 from collections.abc import Iterator
@@ -45,11 +46,18 @@ def client_of(server: TinkerServer, key: str) -> Iterator[tinker.ServiceClient]:
         except TimeoutError:  # the package's heartbeat does not always hear that it shall end
             for pool in holder._client_pools.values():
                 holder.run_coroutine_threadsafe(pool.close()).result(CLOSE_S)
+        holder.run_coroutine_threadsafe(connections_closed()).result(CLOSE_S)
         del holder
         del client
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             gc.collect()
+
+
+async def connections_closed() -> None:
+    """Closes the connections of the package's loop, of which it forgets some when a client ends amid a poll."""
+    for transport in list(asyncio.get_running_loop()._transports.values()):  # type: ignore[attr-defined]
+        transport.abort()
 
 
 @pytest.fixture

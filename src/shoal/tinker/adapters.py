@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from shoal.engine.adapters import PREFIX
 from shoal.errors import RequestRefused
 from shoal.tinker.messages import Adapter
 from shoal.types import seed_for
@@ -60,6 +61,18 @@ class Adapters:
     def remove(self, owner: int) -> None:
         """Removes an adapter."""
         del self._of[owner]
+
+    def served_apart(self, owner: int) -> bool:
+        """Whether engines serve an adapter beside its base: one of experts apart is merged into the weights."""
+        return not any(".experts." in name for name in self._of[owner])
+
+    def files(self, owner: int) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """Tensors and settings of an adapter in the form of peft."""
+        tensors = {f"{PREFIX}{name}.weight": p.detach() for name, p in self._of[owner].items()}
+        layers = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in self._of[owner]})
+        rank = len(next(iter(tensors.values())))
+        settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": self.model.name_or_path}
+        return tensors, settings | {"r": rank, "lora_alpha": ALPHA, "target_modules": layers}
 
     def lay(self, owner_T: Sequence[int]) -> None:
         """Says whose the tokens of the next passes are; an owner's tokens must lie together."""

@@ -57,11 +57,11 @@ class OptimStep(msgspec.Struct, frozen=True, tag=True):
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
-    """Write a model's state, or the merged weights for an engine, into a folder."""
+    """Write a model's state, or what engines serve of it, into a folder."""
 
     model_id: str
     folder: str
-    merged: bool = False
+    served: bool = False
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

@@ -4,6 +4,7 @@ Gradients of `forward_backward` calls add up until `optim_step`, as the Tinker A
 """
 
 import copy
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from shoal.engine.adapters import FILE, SETTINGS
 from shoal.errors import ModelError, RequestRefused
 from shoal.model.loading import load_model
 from shoal.model.packed import target_logprobs
@@ -196,9 +198,14 @@ class TrainedModels:
             trained.steps = _steps(folder / MOMENTS)
 
     @torch.no_grad()
-    def write_merged(self, model_id: str, path: Path) -> None:
-        """Writes the whole model's weights, adapters merged, as an engine loads them."""
+    def write_served(self, model_id: str, folder: Path) -> None:
+        """Writes what an engine loads: an adapter where engines serve it beside its base, else the merged weights."""
         trained = self._trained[model_id]
+        if trained.adapters is not None and trained.adapters.served_apart(trained.owner):
+            adapter, settings = trained.adapters.files(trained.owner)
+            save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, folder / FILE)
+            (folder / SETTINGS).write_text(json.dumps(settings, indent=1))
+            return
         tensors: dict[str, Tensor] = {}
         seen: set[int] = set()
         for name, tensor in trained.model.state_dict(keep_vars=True).items():
@@ -208,7 +215,7 @@ class TrainedModels:
             layer = name.removesuffix(".weight")
             delta = None if trained.adapters is None else trained.adapters.merged(trained.owner, layer)
             tensors[name] = (tensor.detach() if delta is None else tensor + delta.to(tensor.dtype)).contiguous()
-        save_file(tensors, path)
+        save_file(tensors, folder / "model.safetensors")
 
 
 def _parts(data: Sequence[tuple[int, Datum]]) -> Iterator[list[tuple[int, Datum]]]:

@@ -1,20 +1,29 @@
-"""Engines that sample for the Tinker server: a few processes, each serving one set of weights at a time."""
+"""Engines that sample for the Tinker server: a few processes, each serving a base model with all adapters on it.
+
+Weights of another form than an adapter take a process for themselves while they are asked for.
+"""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.launch import engine_child
+from shoal.engine.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable
+from shoal.types import Completion, Sampling
+from shoal.weights.store import ADAPTER_FILE, FILE
 
 START_TIMEOUT_S = 300.0
 PATIENCE_S = 2.0
 """Seconds that a request for other weights waits before an engine takes no more requests for those that it serves."""
+MOST_ADAPTERS = 48
+"""Adapters that an engine keeps beside those in use; the one that was used longest ago goes first."""
 
 
 @dataclass
@@ -22,13 +31,35 @@ class Slot:
     """An engine, the weights that it serves, and the number of requests that it answers now."""
 
     base: str
-    weights: Path
+    weights: str
+    """Name of the weights; the base model's own may be asked for with any adapter."""
     engine: HttpEngine
     longest: int
     """Tokens of a prompt and its completion at most."""
     users: int = 0
     version: int = 0
     used_at: float = 0.0
+    adapters: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    """Loaded adapters with the number of requests that each answers now; last used last."""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
+class ServedWeights:
+    """Weights that an engine serves now."""
+
+    engine: HttpEngine
+    adapter: str
+    longest: int
+    """Tokens of a prompt and its completion at most."""
+
+    async def generate(self, prompt: Sequence[int], sampling: Sampling, *, n: int) -> list[Completion]:
+        """Samples `n` completions of one prompt."""
+        return await self.engine.generate(prompt, sampling, n=n, adapter=self.adapter or None)
+
+    async def scored(self, token_ids: Sequence[int], others: int | list[list[int]]) -> ScoreResponse:
+        """Logprobs of tokens, and of others in their places."""
+        return await self.engine.scored(token_ids, others, adapter=self.adapter or None)
 
 
 class Samplers:
@@ -48,11 +79,15 @@ class Samplers:
         await self._stack.aclose()
 
     @asynccontextmanager
-    async def engine(self, base: str, weights: Path | None) -> AsyncIterator[Slot]:
-        """An engine that serves a base model with its own weights, or with those in a folder."""
-        slot = await self._slot(base, weights or self._bases[base])
+    async def engine(self, base: str, weights: Path | None) -> AsyncIterator[ServedWeights]:
+        """An engine that serves a base model with its own weights, or with the weights or adapter in a folder."""
+        adapter = weights is not None and await asyncio.to_thread((weights / ADAPTER_FILE).is_file)
+        slot = await self._slot(base, self._bases[base] if adapter or weights is None else weights)
+        name = ""
         try:
-            yield slot
+            if adapter and weights is not None:
+                name = await self._adapted(slot, weights)
+            yield ServedWeights(slot.engine, name, slot.longest)
         except EngineUnavailable:
             try:
                 await slot.engine.alive()
@@ -62,7 +97,24 @@ class Samplers:
         finally:
             async with self._changed:
                 slot.users -= 1
+                if name:
+                    slot.adapters[name] -= 1
                 self._changed.notify_all()
+
+    async def _adapted(self, slot: Slot, folder: Path) -> str:
+        """Name under which the engine serves an adapter; counts one use of it."""
+        name = await asyncio.to_thread(_name, folder, ADAPTER_FILE)
+        async with slot.loading:
+            if name not in slot.adapters:
+                idle = next((known for known, users in slot.adapters.items() if not users), None)
+                if len(slot.adapters) >= MOST_ADAPTERS and idle is not None:
+                    del slot.adapters[idle]
+                    await slot.engine.unload_adapter(idle)
+                await slot.engine.load_adapter(name, 0, folder)
+                slot.adapters[name] = 0
+            slot.adapters[name] += 1
+            slot.adapters.move_to_end(name)
+        return name
 
     async def _slot(self, base: str, weights: Path) -> Slot:
         asked = time.monotonic()
@@ -82,7 +134,8 @@ class Samplers:
     async def _ready(self, base: str, weights: Path, asked: float) -> Slot | None:
         """An engine that serves the weights now; None as long as all are busy with other weights."""
         same = [slot for slot in self._slots if slot.base == base]
-        serving = next((slot for slot in same if slot.weights == weights), None)
+        name = await asyncio.to_thread(_name, weights, FILE)
+        serving = next((slot for slot in same if slot.weights == name), None)
         if serving is not None:
             longest_wait = min(self._waiting)
             impatient = longest_wait < asked and time.monotonic() - longest_wait > PATIENCE_S
@@ -92,7 +145,7 @@ class Samplers:
         idle = min((slot for slot in same if not slot.users), key=lambda slot: slot.used_at, default=None)
         if idle is not None:
             await idle.engine.update_weights(idle.version + 1, weights)
-            idle.version, idle.weights = idle.version + 1, weights
+            idle.version, idle.weights = idle.version + 1, name
         return idle
 
     async def _start(self, base: str, weights: Path) -> Slot:
@@ -108,9 +161,16 @@ class Samplers:
         running = await self._stack.enter_async_context(child)
         engine = await running.serving(START_TIMEOUT_S)
         self._stack.push_async_callback(engine.aclose)
-        slot = Slot(base, self._bases[base], engine, (await engine.info()).max_model_len)
-        if weights != slot.weights:
+        name = await asyncio.to_thread(_name, weights, FILE)
+        slot = Slot(base, name, engine, (await engine.info()).max_model_len)
+        if weights != self._bases[base]:
             await engine.update_weights(1, weights)
-            slot.weights, slot.version = weights, 1
+            slot.version = 1
         self._slots.append(slot)
         return slot
+
+
+def _name(folder: Path, file: str) -> str:
+    """Name of the weights in a folder, which may be written anew under its path."""
+    written = (folder / file).stat().st_mtime_ns if (folder / file).exists() else 0
+    return f"{folder}@{written}"

@@ -9,10 +9,10 @@ import numpy as np
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from shoal.engine.http_client import HttpEngine
 from shoal.engine.protocol import ScoreResponse
 from shoal.errors import RequestRefused
 from shoal.model.chat_template import ChatRenderer
+from shoal.tinker.samplers import ServedWeights
 from shoal.types import Completion, FinishReason, Sampling
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ DEFAULT_MAX_TOKENS = 512
 NAN, EMPTY = float("nan"), -99999.0
 
 
-async def sample(engine: HttpEngine, renderer: ChatRenderer, request: types.SampleRequest, longest: int) -> bytes:
+async def sample(engine: ServedWeights, renderer: ChatRenderer, request: types.SampleRequest) -> bytes:
     """Samples the request's completions; a SampleResponse. Raises `RequestRefused`, naming the field."""
     if request.prompt_alt_tokens_k:
         raise RequestRefused("prompt_alt_tokens_k: not supported")
@@ -30,6 +30,7 @@ async def sample(engine: HttpEngine, renderer: ChatRenderer, request: types.Samp
         prompt = request.prompt.to_ints()
     except ValueError:
         raise RequestRefused("prompt: expected text; images and audio are not supported") from None
+    longest = engine.longest
     room = longest - len(prompt)
     if not prompt or room < 1:
         raise RequestRefused(f"prompt: expected 1 to {longest - 1} tokens, got {len(prompt)}")
@@ -52,7 +53,7 @@ async def sample(engine: HttpEngine, renderer: ChatRenderer, request: types.Samp
 
 
 async def _score_prompt(
-    engine: HttpEngine, request: types.SampleRequest, prompt: Sequence[int], message: pb.SampleResponse
+    engine: ServedWeights, request: types.SampleRequest, prompt: Sequence[int], message: pb.SampleResponse
 ) -> None:
     """Adds what the request wants to know about the prompt's tokens."""
     most, target = request.topk_prompt_logprobs, request.target_prompt_logprobs
@@ -76,7 +77,7 @@ def _table(rows: Sequence[Sequence[tuple[int, float]]], most: int) -> pb.TopkLog
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logps.tobytes(), k=most, length=len(rows))
 
 
-async def _targets(engine: HttpEngine, prompt: Sequence[int], target: "TensorData") -> pb.Tensor:
+async def _targets(engine: ServedWeights, prompt: Sequence[int], target: "TensorData") -> pb.Tensor:
     """Logprobs of the listed tokens, in the layout of the list; a cell of -1 gets 0."""
     places, shape = len(prompt) - 1, target.shape or [len(target.data)]
     if len(shape) != 2 or shape[0] != places or places < 1:

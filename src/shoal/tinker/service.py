@@ -197,8 +197,8 @@ class TinkerService:
             raise RequestRefused(f"sampler {sampler.id}: its weights were removed; save them again, or under a name")
         for attempt in (1, 2):
             try:
-                async with self._samplers.engine(sampler.base, weights) as slot:
-                    return await sample(slot.engine, self.renderers[sampler.base], wanted, slot.longest)
+                async with self._samplers.engine(sampler.base, weights) as engine:
+                    return await sample(engine, self.renderers[sampler.base], wanted)
             except EngineUnavailable:
                 if attempt == 2:
                     raise
@@ -236,14 +236,13 @@ class TinkerService:
     async def _saved(self, model: StoredModel, request: StoredRequest) -> bytes:
         """Saves weights: a state to train on from, named sampler weights, or unnamed ones with their sampler."""
         given = msgspec.json.decode(request.body, type=Saving)
-        merged = request.kind == "save_for_sampler"
-        unnamed = merged and given.sampler_id is not None
+        served = request.kind == "save_for_sampler"
+        unnamed = served and given.sampler_id is not None
         folder = self.settings.folder / "weights" / (given.sampler_id or given.folder)
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
         await asyncio.to_thread(unfinished.mkdir, parents=True)
-        target = unfinished / "model.safetensors" if merged else unfinished
-        done = await self._ask(m.Save(model.id, str(target), merged))
+        done = await self._ask(m.Save(model.id, str(unfinished), served))
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
         await asyncio.to_thread(unfinished.rename, folder)
         if unnamed:
@@ -253,13 +252,13 @@ class TinkerService:
             await asyncio.to_thread(self._remove_older_unnamed, model.session)
             return _json({"sampling_session_id": given.sampler_id, "type": "save_weights_for_sampler"})
         size = await asyncio.to_thread(lambda: sum(file.stat().st_size for file in folder.iterdir()))
-        kind = "sampler" if merged else "training"
+        kind = "sampler" if served else "training"
         now = time.time()
         expires = None if given.ttl_seconds is None else now + given.ttl_seconds
         self.store.add_checkpoint(
             SavedWeights(given.path, model.id, kind, str(folder), now, size, done.version, expires)
         )
-        return _json({"path": given.path, "type": "save_weights_for_sampler" if merged else "save_weights"})
+        return _json({"path": given.path, "type": "save_weights_for_sampler" if served else "save_weights"})
 
     def _remove_older_unnamed(self, session: str) -> None:
         unnamed = [s for s in self.store.samplers(session) if s.folder and not s.path and Path(s.folder).exists()]

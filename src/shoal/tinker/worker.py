@@ -64,8 +64,8 @@ def carried_out(models: TrainedModels, request: m.Request) -> m.CarriedOut:
         case m.OptimStep():
             metrics = models.optim_step(request.model_id, request.adam)
             return m.CarriedOut(models.steps(request.model_id), metrics=metrics)
-        case m.Save(merged=True):
-            models.write_merged(request.model_id, Path(request.folder))
+        case m.Save(served=True):
+            models.write_served(request.model_id, Path(request.folder))
         case m.Save():
             models.save(request.model_id, Path(request.folder))
         case m.Load():

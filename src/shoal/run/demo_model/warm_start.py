@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import msgspec
 from pydantic import JsonValue
@@ -34,6 +34,10 @@ from shoal.run.demo_model import programs
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Split, seed_for
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 SUM_EXAMPLE = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
 EXAMPLE_SHARE = 0.25
@@ -73,13 +77,15 @@ class Recipe:
     pool: int = 12000
     lesson: Literal["spell_backward", "fill_in", "hanoi", "sums"] = "spell_backward"
     tokenizer: Literal["characters", "pairs"] = "characters"
+    muon_lr: float | None = None
+    """Learning rate of the layers' matrices under Muon; None leaves them to AdamW, as all other weights are."""
 
 
 RECIPES: Mapping[str, Recipe] = {
     "demo": Recipe(),
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
     "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
-    "demo-sums": Recipe(lesson="sums", layers=3, steps=750, lr=2e-3, lr_end_share=0.55, slip_share=0.3),
+    "demo-sums": Recipe(lesson="sums", layers=3, steps=350, lr=2e-3, muon_lr=0.02, slip_share=0.3),
 }
 """Recipes by the names that `model.path` gives them."""
 MODEL_TYPE: Final = "seed_oss"
@@ -93,7 +99,8 @@ def demo_model(recipe: Recipe | None = None) -> tuple[Path, float]:
 
     Returns its directory, and the seconds that its making took just now: 0 from the cache.
     """
-    settings = msgspec.json.encode(asdict(recipe or Recipe()))
+    given = {name: value for name, value in asdict(recipe or Recipe()).items() if value is not None}
+    settings = msgspec.json.encode(given)
     digest = hashlib.blake2b(MODEL_TYPE.encode() + settings, digest_size=6).hexdigest()
     return make(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()])
 
@@ -179,6 +186,23 @@ def _taught(
     return [(ids, [*renderer.token_ids(said), renderer.stop_token_ids[0]]) for ids, said in shown]
 
 
+def _optimizers(model: "PreTrainedModel", recipe: Recipe) -> list["torch.optim.Optimizer"]:
+    """AdamW; for a recipe with `muon_lr`, Muon for the layers' matrices, with which sums are learned in half the steps.
+
+    Source of Muon: arXiv 2502.16982.
+    """
+    import torch
+
+    if recipe.muon_lr is None:
+        return [torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)]
+    matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    return [
+        torch.optim.AdamW(others, lr=recipe.lr, weight_decay=0.0, fused=True),
+        torch.optim.Muon(matrices, lr=recipe.muon_lr, weight_decay=0.0),
+    ]
+
+
 def main(arguments: Sequence[str]) -> None:
     """Makes the model of a recipe in a directory."""
     import torch
@@ -203,21 +227,24 @@ def main(arguments: Sequence[str]) -> None:
     }
     rows = lessons[recipe.lesson](recipe, load_renderer(directory))  # of every step, in order
     model = load_model(directory)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=0.0, fused=True)
+    optimizers = _optimizers(model, recipe)
     began_s = time.monotonic()
     for step in range(recipe.steps):
         decay = 1 - (1 - recipe.lr_end_share) * step / recipe.steps
-        optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup_steps) * decay
+        for optimizer in optimizers:
+            lr = optimizer.defaults["lr"]
+            optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / recipe.warmup_steps) * decay
         # The order moves the last bits of a model, which its name in the cache does not tell.
         batch = sorted(rows[step * recipe.batch : (step + 1) * recipe.batch], key=lambda row: len(row[0]) + len(row[1]))
         lengths = [len(prompt) + len(answer) for prompt, answer in batch]
         tokens_T = torch.tensor([token for prompt, answer in batch for token in (*prompt, *answer)])
         answers = [j >= len(prompt) for prompt, answer in batch for j in range(len(prompt) + len(answer))]
         loss = -packed_outputs(model, tokens_T, lengths, at=torch.tensor(answers).nonzero()[:, 0]).logp_N.mean()
-        optimizer.zero_grad()
+        model.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         if (step + 1) % 100 == 0:
             sys.stderr.write(
                 f"making the small model (once): step {step + 1} of {recipe.steps}, loss {loss.item():.3f}, "
