@@ -4,6 +4,11 @@ delta_bytes   bytes of one Version as differences to the one before, mean over t
 full_bytes    bytes of the whole Version
 share         the first over the second
 apply_s       seconds to fetch, decode, check and write a Version over loopback, mean
+
+`adapter` has a Version of SmolLM2 with adapters of rank 8, written whole and as its adapter, on the same disk:
+
+full_bytes, adapter_bytes   of the Version's files
+full_s, adapter_s           seconds from the trainer's write until the engine serves it, the least of some
 """
 
 import asyncio
@@ -30,9 +35,10 @@ from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Group, Split
 from shoal.weights.pull import VersionPuller
 from shoal.weights.serving import VersionServer
-from shoal.weights.store import FILE, WeightStore
+from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
 
 STEPS, QUICK_STEPS = 20, 4
+RANK = 8
 
 
 def measure(quick: bool) -> Report:
@@ -45,7 +51,38 @@ def measure(quick: bool) -> Report:
             with prepare(config) as prepared:
                 report[name] = uvloop.run(_pushed(config, prepared, Path(folder), steps))
         say(f"{name}: {report[name]}")
+    with tempfile.TemporaryDirectory(prefix="shoal-push-") as folder:
+        config = real_config(Path(folder) / "run", 0, [f"train.lora.rank={RANK}"])
+        with prepare(config) as prepared:
+            report["adapter"] = uvloop.run(_pushed_adapter(config, prepared, Path(folder), QUICK_STEPS))
     return report
+
+
+async def _pushed_adapter(config: Config, prepared: Prepared, folder: Path, rounds: int) -> dict[str, float]:
+    threads, store = Threads(), WeightStore(folder / "weights")
+    sizes: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {FILE: [], ADAPTER_FILE: []}
+    async with (
+        local_ranks(folder / "trainer.log", threads.trainer) as ranks,
+        serving(config, prepared, folder, threads=threads) as (engine, _),
+    ):
+        trainer = TrainerProcess(ranks)
+        await trainer.start(prepared.model_dir, config, threads.trainer)
+        for version, name in enumerate([*seconds] * rounds, 1):
+            began_s = time.monotonic()
+            unfinished = store.begin(version) / name
+            await trainer.write_version(unfinished)
+            written = await asyncio.to_thread(store.seal, version)
+            await engine.update_weights(version, written.path)
+            seconds[name].append(time.monotonic() - began_s)
+            sizes[name] = written.path.stat().st_size
+            store.remove_before(version)
+    return {
+        "full_bytes": sizes[FILE],
+        "adapter_bytes": sizes[ADAPTER_FILE],
+        "full_s": min(seconds[FILE]),
+        "adapter_s": min(seconds[ADAPTER_FILE]),
+    }
 
 
 async def _pushed(config: Config, prepared: Prepared, folder: Path, steps: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """SmolLM2-135M in bfloat16 against the time of its matrix products alone: `--model smollm2` of two benches.
 
-    shoal bench engine --model smollm2   decoding, by rows at once, beside transformers' own ways to generate
+    shoal bench engine --model smollm2   decoding, by rows at once, beside transformers' ways to generate, and vLLM's
     shoal bench trainer --model smollm2  one training step of packed rows
 
 share_of_gemm_limit   time of the matrix products alone over the time of the whole, both the best of rounds in turn
@@ -11,6 +11,7 @@ and the head's forward twice where the step computes it again in the backward pa
 thread, so other processes on the machine change them little.
 """
 
+import os
 import random
 import subprocess
 import sys
@@ -43,6 +44,8 @@ from shoal.trainer.trainer import Trainer
 from shoal.types import Sample, Sampling, seed_for
 
 Report = dict[str, object]
+VLLM_PYTHON = "SHOAL_VLLM_PYTHON"
+"""Environment variable with the Python of an environment that has vLLM for CPUs, such as `make test-vllm` makes."""
 PROMPT_TOKENS = 32
 DRAWN_TOKENS = 64
 BATCHES = (8, 32)
@@ -88,7 +91,7 @@ def engine(quick: bool, directory: Path | None = None) -> Report:
     batch = BATCHES[0] if quick else BATCHES[-1]
     rates |= _others(directory, batch, drawn, 1 if quick else ROUNDS)
     ours = rates[f"shoal whole/{batch}"]
-    theirs = {name: rate for name, rate in rates.items() if name.startswith("transformers")}
+    theirs = {name: rate for name, rate in rates.items() if name.startswith(("transformers", "vllm"))}
     return {
         "share_of_gemm_limit": shares,
         "over": {name: ours / rate for name, rate in theirs.items()},
@@ -225,6 +228,11 @@ def _others(directory: Path, batch: int, drawn: int, rounds: int) -> dict[str, f
         for name, side in sides.items():
             say(f"{name}, batch {batch}")
             best[name] = min(best.get(name, float("inf")), _seconds(side))
+    if python := os.environ.get(VLLM_PYTHON):
+        say(f"vllm, batch {batch}")
+        command = [python, str(Path(__file__).with_name("vllm_side.py")), str(directory), str(rounds), str(drawn)]
+        ended = subprocess.run(command, input=msgspec.json.encode(prompts), check=True, stdout=subprocess.PIPE)
+        best["vllm"] = float(ended.stdout.split()[-1])
     return {f"{name}/{batch}": batch * drawn / seconds for name, seconds in best.items()}
 
 

@@ -120,7 +120,8 @@ class _Link:
         where = [f"--rank={word.rank}", f"--ranks={word.ranks}", f"--master={word.master}"]
         if word.per_host is not None:
             where.append(f"--ranks-per-host={word.per_host}")
-        environment = torch_environment(self._host.threads or cores(), [self._host.gpu] if self._host.gpu else [])
+        gpus = [self._host.gpu] if self._host.gpu else []
+        environment = torch_environment(self._host.threads or cores(), gpus, gathers=True)
         log = self._host.folder / f"trainer-{word.rank}.log"
         child = Child(f"trainer rank {word.rank}", "shoal.trainer.worker", where, log, environment)
         with suppress(ChildDied, ConnectionError):  # the run sees that the rank is gone

@@ -1,6 +1,7 @@
 """Memory that the processes of a run will take, part by part, from the sizes of the model and the settings.
 
-`shoal bench memory` compares these sums with the peak resident memory of real runs.
+`shoal bench memory` compares these sums with the peak resident memory of real runs. They are upper bounds where
+answers have all their tokens and every group is trained; parts that take turns are counted once.
 """
 
 from collections.abc import Mapping
@@ -8,15 +9,21 @@ from math import prod
 
 from shoal.config import Config
 from shoal.model import MOST_LOGITS
-from shoal.run.prepared import Prepared, sizes_of, version_file
+from shoal.run.prepared import Prepared, Sizes, sizes_of, version_file
 from shoal.trainer.packing import tokens_per_microbatch
 from shoal.weights.store import FILE
 
-PROGRAM_BYTES = {"trainer": 400_000_000, "engine": 410_000_000}
-"""Python, torch and transformers before a model is loaded, measured."""
+PROGRAM_BYTES = 405_000_000
+"""Python, torch and transformers before a model is loaded, measured; the same in engine and trainer."""
 WEIGHT_BYTES = 4  # float32, whatever the engine's
 TRAINED_BYTES = 12  # gradient and two moments
-LOGIT_COPIES = 3  # of a chunk: itself, what the loss keeps of it, and its gradient
+LOGIT_COPIES = 2  # of a chunk: itself and its gradient
+SAMPLED_COPIES = 4  # float32, of the logits that a step of the engine samples from
+SPARE_KV = 2  # pools of slots grow by doubling
+PREFIX_BYTES = 256 * 2**20
+"""KV that an engine keeps of ended sequences at most."""
+JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+"""Layers whose weights are joined on a CPU: the joint copy is beside the mapped file."""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -31,52 +38,103 @@ def memory_of(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]
 
 
 def _engine(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]]) -> dict[str, int]:
-    parameters, number_bytes = sum(map(prod, shapes.values())), BYTES[config.model.dtype]
-    row_bytes = sizes_of(prepared.model_dir).kv_numbers_per_token * number_bytes * longest_row(config, prepared)
+    number_bytes, sizes = BYTES[config.model.dtype], sizes_of(prepared.model_dir)
+    row_bytes = sizes.kv_numbers_per_token * number_bytes * longest_row(config, prepared)
     running = min(config.engine.max_running, _rows(config) * (config.asynchrony.max_staleness + 1))
-    staged = parameters if version_file(config) == FILE else _adapted(config, shapes)
+    answers = 2 * config.eval.questions + _rows(config) * config.train.steps
+    whole = version_file(config) == FILE
+    adapted = sum(prod(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
     return {
-        "program": PROGRAM_BYTES["engine"],
-        "weights": parameters * number_bytes,
-        "next_weights": staged * number_bytes,
-        "kv": row_bytes * running,
+        "program": PROGRAM_BYTES,
+        "weights": _numbers(shapes) * number_bytes,
+        "joined_weights": _joined(shapes) * number_bytes,
+        # An adapter is merged into the weights of the base, whose float32 file is mapped.
+        "next_weights": _numbers(shapes) * number_bytes if whole else adapted * (number_bytes + WEIGHT_BYTES),
+        "checked_tensor": max(map(prod, shapes.values())) * number_bytes,
+        "kv": SPARE_KV * row_bytes * running,
+        "prefixes": min(PREFIX_BYTES, answers * row_bytes),
+        "logits": SAMPLED_COPIES * running * (sizes.vocab_size or 0) * WEIGHT_BYTES,
     }
 
 
 def _trainer(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]]) -> dict[str, int]:
-    parameters, rank, places = sum(map(prod, shapes.values())), config.train.lora.rank, config.cluster.trainer
+    parameters, rank, places = _numbers(shapes), config.train.lora.rank, config.cluster.trainer
     ranks = (places.per_host or places.ranks) if places else config.train.ranks
     adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
+    by_hand = ranks == 1 and not rank and not config.model.gradient_checkpointing
+    models = 2 if config.train.kl.coefficient else 1  # and the reference
     return {
-        "program": PROGRAM_BYTES["trainer"],
+        "program": PROGRAM_BYTES,
         "weights": (parameters + adapters) * WEIGHT_BYTES // ranks,
         "gradient_and_moments": (adapters if rank else parameters) * TRAINED_BYTES // ranks,
-        "reference": parameters * WEIGHT_BYTES // ranks if config.train.kl.coefficient else 0,
-        **_micro_batch(config, prepared),
+        "reference": parameters * WEIGHT_BYTES // ranks if models == 2 else 0,
+        "weights_of_products": models * _copies(config, shapes, by_hand=by_hand, ranks=ranks),
+        **_micro_batch(config, prepared, by_hand=by_hand),
     }
 
 
-def _micro_batch(config: Config, prepared: Prepared) -> dict[str, int]:
+def _copies(config: Config, shapes: Mapping[str, list[int]], *, by_hand: bool, ranks: int) -> int:
+    """Bytes of the weights as products use them: joined, cast, or gathered from the ranks layer by layer."""
+    number_bytes, layer = BYTES[config.model.dtype], _largest_layer(shapes)
+    if ranks > 1:
+        return layer * (2 * WEIGHT_BYTES + number_bytes)
+    if number_bytes == WEIGHT_BYTES:
+        return _joined(shapes) * WEIGHT_BYTES if by_hand else 0
+    # Autocast's copies of a checkpointed layer go with the layer.
+    return (layer if config.model.gradient_checkpointing else _numbers(shapes)) * number_bytes
+
+
+def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[str, int]:
     """Bytes of activations kept for the backward pass, and of one chunk of logits."""
-    sizes, row_tokens = sizes_of(prepared.model_dir), longest_row(config, prepared)
-    layers, width, vocabulary = sizes.num_hidden_layers, sizes.hidden_size, sizes.vocab_size or 0
+    sizes, number_bytes = sizes_of(prepared.model_dir), BYTES[config.model.dtype]
+    layers, vocabulary = sizes.num_hidden_layers, sizes.vocab_size or 0
+    row = longest_row(config, prepared)
+    prompt, group = row - config.rollout.max_tokens, config.rollout.group_size
+    of_group = max(row, prompt + group * config.rollout.max_tokens)  # a shared prompt is computed once
     budget = config.train.tokens_per_microbatch or tokens_per_microbatch(on_gpu=bool(prepared.devices.ranks))
-    tokens = min(max(budget, row_tokens), _rows(config) * row_tokens)
-    of_layer = 8 * width + 4 * (sizes.intermediate_size or 4 * width)  # norms, projections, attention, feed-forward
-    of_token = layers * width + of_layer if config.model.gradient_checkpointing else layers * of_layer
+    tokens = min(max(budget, row), config.train.groups_per_step * of_group)
+    of_layer = _kept_by_hand(sizes) * number_bytes if by_hand else _kept_by_modules(sizes, number_bytes)
+    stream = sizes.hidden_size * WEIGHT_BYTES
+    of_token = layers * stream + of_layer if config.model.gradient_checkpointing else layers * of_layer
     return {
-        "activations": tokens * of_token * BYTES[config.model.dtype],
-        "logits": LOGIT_COPIES * min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * WEIGHT_BYTES,
+        "activations": tokens * of_token,
+        "logits": LOGIT_COPIES * min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * number_bytes,
     }
+
+
+def _kept_by_hand(sizes: Sizes) -> int:
+    """Numbers that a layer of `TrainingForward` keeps of each token: norms, attention, feed-forward."""
+    queries, keys = sizes.widths
+    return 4 * sizes.hidden_size + 2 * queries + 2 * keys + 3 * sizes.feed_forward
+
+
+def _kept_by_modules(sizes: Sizes, number_bytes: int) -> int:
+    """Bytes that a layer of transformers' modules keeps of each token: norms in float32, the rest as products are."""
+    queries, keys = sizes.widths
+    norms = 2 * sizes.hidden_size * (3 * WEIGHT_BYTES + number_bytes)
+    return norms + (8 * (queries + keys) + queries + 4 * sizes.feed_forward) * number_bytes
+
+
+def _numbers(shapes: Mapping[str, list[int]]) -> int:
+    return sum(map(prod, shapes.values()))
+
+
+def _joined(shapes: Mapping[str, list[int]]) -> int:
+    return sum(prod(shape) for name, shape in shapes.items() if name.removesuffix(".weight").endswith(JOINED))
+
+
+def _largest_layer(shapes: Mapping[str, list[int]]) -> int:
+    """Numbers of the largest group of tensors that have one layer's name; the embedding is a group too."""
+    sizes: dict[str, int] = {}
+    for name, shape in shapes.items():
+        head, found, rest = name.partition(".layers.")
+        layer = f"{head}.{rest.partition('.')[0]}" if found else "outside of layers"
+        sizes[layer] = sizes.get(layer, 0) + prod(shape)
+    return max(sizes.values())
 
 
 def _rows(config: Config) -> int:
     return config.train.groups_per_step * config.rollout.group_size
-
-
-def _adapted(config: Config, shapes: Mapping[str, list[int]]) -> int:
-    """Numbers in the layers that LoRA adapts."""
-    return sum(prod(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
 
 
 def _is_adapted(name: str, shape: list[int], config: Config) -> bool:

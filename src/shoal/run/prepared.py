@@ -69,8 +69,18 @@ class Sizes(msgspec.Struct, frozen=True):
     @property
     def kv_numbers_per_token(self) -> int:
         """Numbers in the KV cache per token of context."""
+        return 2 * self.num_hidden_layers * self.widths[1]
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers in all queries of a token, and in all its keys."""
         width = self.head_dim or self.hidden_size // self.num_attention_heads
-        return 2 * self.num_hidden_layers * (self.num_key_value_heads or self.num_attention_heads) * width
+        return self.num_attention_heads * width, (self.num_key_value_heads or self.num_attention_heads) * width
+
+    @property
+    def feed_forward(self) -> int:
+        """Width of the feed-forward layers; of one expert in a mixture."""
+        return self.intermediate_size or 4 * self.hidden_size
 
 
 def sizes_of(model_dir: Path) -> Sizes:

@@ -102,7 +102,7 @@ async def local_ranks(
         for index in range(count):
             where = [f"--rank={index}", f"--ranks={count}", f"--master={master}"] if count > 1 else []
             name, file = (f"trainer rank {index}", log.with_stem(f"{log.stem}-{index}")) if index else ("trainer", log)
-            environment = torch_environment(max(1, threads // count), gpus[index : index + 1])
+            environment = torch_environment(max(1, threads // count), gpus[index : index + 1], gathers=count > 1)
             child = Child(name, "shoal.trainer.worker", where, file, environment, advice=ADVICE)
             ranks.append(LocalRank(await stack.enter_async_context(child)))
         yield ranks
