@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import Report, child_environment, say
-from benchmarks.hosts import RESOURCES, UNSHARED, Hosts, Namespaces, RayNodes, can_isolate, ray_node
+from benchmarks.hosts import RAY_VARIABLES, RESOURCES, UNSHARED, Hosts, Namespaces, RayNodes, can_isolate, ray_node
 from shoal.config import parse, to_toml
 from shoal.errors import ShoalError
 from shoal.experience.audit import Check, audit
@@ -120,8 +120,7 @@ def _served(url: str) -> list[str]:
 
 def main(plan: Plan, *, apart: bool) -> Report:
     """Measures in this process, which with `apart` has namespaces of its own."""
-    os.environ.update(plan.ray)
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", "180")  # a machine may be busy with other things
+    os.environ.update({**RAY_VARIABLES, **plan.ray})
     from ray.cluster_utils import Cluster
 
     head: dict[str, Any] = {**RESOURCES, "num_cpus": 0, "include_dashboard": False}

@@ -21,6 +21,8 @@ HEAD = f"{NETWORK}.1"
 HOST_NAME = "host-"
 """Name of a host, before its number."""
 FIRST_USER = 20_000
+RAY_VARIABLES = {"RAY_raylet_start_wait_time_s": "180", "RAY_memory_monitor_refresh_ms": "0"}
+"""A machine may be busy with other things, and its memory is not that of one node."""
 RESOURCES: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 80 << 20}
 UNSHARED = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
 READY = b"ready\n"
@@ -185,7 +187,7 @@ def environment_of(user: int) -> dict[str, str]:
     home, name = tempfile.gettempdir(), f"host-{user}"
     kept = {name: os.environ[name] for name in ("PATH", "LANG") if name in os.environ}
     own = {"HOME": home, "TMPDIR": home, "USER": name, "LOGNAME": name, "HOST_USER": str(user)}
-    return {**child_environment(), **kept, **own}
+    return {**child_environment(), **RAY_VARIABLES, **kept, **own}
 
 
 def _trees() -> dict[str, str]:

@@ -161,7 +161,6 @@ def _submitted() -> str:
     environment = environment_of(user.pw_uid)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     environment["SLURM_CONF"] = os.environ["SLURM_CONF"]
-    environment["RAY_raylet_start_wait_time_s"] = "180"  # a machine may be busy with other things
     become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
     options = ["--parsable", f"--nodes={HOSTS}", "--chdir=/tmp", "--output=/tmp/output"]
     words = [*become, "sbatch", *options, f"{RUN}/shoal.sbatch", f"{RUN}/train.toml", "--json"]

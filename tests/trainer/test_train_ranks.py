@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from test_train_objective import LOSSES, batch, gradient, row, trainer
 from torch import distributed, multiprocessing
 
+from engine_models import saved
 from shoal import wire
 from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
@@ -32,6 +33,7 @@ SHARDED = {
     "regularised": {"kl": {"coefficient": 0.1}, "entropy_bonus": 0.01},
     "adapters": {"lora": {"rank": 2, "alpha": 4.0}},
 }
+REPLICATED = {"several updates": {}, "experts apart": {"experts": "parallel", "minibatches": 2, "lr": 1e-3}}
 
 
 def groups(seed: int) -> list[list[Sample]]:
@@ -42,7 +44,7 @@ def groups(seed: int) -> list[list[Sample]]:
 
 
 def sharded(model_dir: Path, name: str, ranks: Ranks) -> Trainer:
-    config = TrainConfig.model_validate({"lr": 1e-2, **SHARDED[name]})
+    config = TrainConfig.model_validate({"lr": 1e-2, **{**REPLICATED, **SHARDED}[name]})
     model = ModelConfig(device="cpu", gradient_checkpointing=name == "regularised")
     return Trainer(model_dir, model, config, ranks=ranks)
 
@@ -187,31 +189,35 @@ def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
     )
 
 
-def replica(rank: int, model_dir: Path, out: Path, master: str) -> None:
+def replica(rank: int, models: dict[str, Path], out: Path, master: str) -> None:
     """One of four ranks on two hosts, which have a copy of the weights each; rank 0 writes what came of it."""
     torch.set_num_threads(1)
     ranks = Ranks(rank, 4, per_host=2)
     ranks.meet(master, "cpu")
-    stats = course(sharded(model_dir, "several updates", ranks), out)
-    if rank == 0:
-        (out / "stats").write_bytes(wire.encode(stats))
+    for name, model_dir in models.items():
+        stats = course(sharded(model_dir, name, ranks), out / name)
+        if rank == 0:
+            (out / name / "stats").write_bytes(wire.encode(stats))
     distributed.destroy_process_group()
 
 
 def test_copies_on_two_hosts_that_shard_their_weights_train_what_one_rank_does(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    out = tmp_path / "four"
-    out.mkdir()
-    multiprocessing.spawn(replica, (tiny_model_dir, out, f"127.0.0.1:{free_port()}"), nprocs=4)
-    wanted = course(sharded(tiny_model_dir, "several updates", Ranks()), tmp_path / "one")
-    found = wire.decode((out / "stats").read_bytes(), list[dict[str, object]], 1 << 20)
-    for ours, theirs in zip(found, wanted, strict=True):
-        for field in ("loss", "grad_norm", "update_norm"):
-            assert ours[field] == pytest.approx(getattr(theirs, field), rel=2e-3), field
+    mixture = saved("Mixtral", tmp_path / "mixture", num_local_experts=4, num_key_value_heads=2, num_experts_per_tok=2)
+    models, out = dict(zip(REPLICATED, (tiny_model_dir, mixture), strict=True)), tmp_path / "four"
+    multiprocessing.spawn(replica, (models, out, f"127.0.0.1:{free_port()}"), nprocs=4)
+    for name, model_dir in models.items():
+        wanted = course(sharded(model_dir, name, Ranks()), tmp_path / "one" / name)
+        found = wire.decode((out / name / "stats").read_bytes(), list[dict[str, object]], 1 << 20)
+        for ours, theirs in zip(found, wanted, strict=True):
+            for field in ("loss", "grad_norm", "update_norm"):
+                assert ours[field] == pytest.approx(getattr(theirs, field), rel=2e-3), (name, field)
     for path in sorted((tmp_path / "one").rglob("*.safetensors")):
         one, four = load_file(path), load_file(out / path.relative_to(tmp_path / "one"))
-        torch.testing.assert_close(four, one, rtol=2e-3, atol=2e-4)
+        # Adam's first steps have the size of the rate, whatever sign rounding gives a gradient near 0.
+        loose = "experts" in str(path) and "optimizer" not in path.name
+        torch.testing.assert_close(four, one, rtol=2e-3, atol=2e-3 if loose else 2e-4)
 
 
 def test_a_rank_gets_its_own_rows_only_and_every_row_is_one_ranks() -> None:

@@ -8,12 +8,12 @@ stay on its rank. The experts compute as transformers wrote them, on the tokens 
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.nn.functional import all_to_all_single
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
@@ -87,10 +87,25 @@ def _forward(own: _Own, mesh: DeviceMesh, hidden_TW: Tensor, top_k_index: Tensor
     return torch.zeros_like(hidden_TW).index_add(0, token_C, out_CW.to(hidden_TW.dtype))
 
 
+class _Exchanged(torch.autograd.Function):
+    """Rows that other ranks have for this one; gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, to: list[int], back: list[int], group: ProcessGroup) -> Tensor:
+        """`to` are the numbers of rows from each rank, `back` those for each of them."""
+        ctx.sizes, ctx.group = (to, back), group
+        out = rows.new_empty(sum(to), rows.shape[1])
+        distributed.all_to_all_single(out, rows.contiguous(), to, back, group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        to, back = ctx.sizes
+        return _exchanged(gradients[0], back, to, ctx.group), None, None, None
+
+
 def _exchanged(rows: Tensor, to: list[int], back: list[int], group: ProcessGroup) -> Tensor:
-    """Rows that other ranks have for this one; `back` are the numbers of rows for each of them."""
-    out = rows.new_empty(sum(to), rows.shape[1])
-    return all_to_all_single(out, rows.contiguous(), to, back, group)  # type: ignore[no-any-return, no-untyped-call]
+    return _Exchanged.apply(rows, to, back, group)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _local(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
