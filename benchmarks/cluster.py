@@ -253,7 +253,7 @@ class _Run:
     @classmethod
     def started(cls, run_dir: Path, token: str, plan: Plan, settings: dict[str, Any]) -> "_Run":
         """Starts the demo's run, with a second task that a task service draws."""
-        words = {"name": "words", "weight": 0.25, "service": "remote"}
+        words: dict[str, Any] = {"name": "words", "weight": 0.25, "service": "remote"}
         own = {"train.steps": plan.steps, "eval.every_steps": 0, "eval.questions": plan.questions}
         own["checkpoint.every_steps"] = 10
         base = demo_config(run_dir, 0).model_dump(mode="json", exclude_none=True)

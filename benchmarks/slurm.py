@@ -88,7 +88,10 @@ def main(steps: int) -> Report:
     say(f"job {job}: {state}")
     if state != "COMPLETED":
         raise ShoalError(f"job {job}: expected COMPLETED, got {state}:\n{output[-4000:]}")
-    figures = json.loads(next(line for line in output.splitlines() if line.startswith('{"accuracy')))
+    printed = [line[line.index("{") :] for line in output.splitlines() if '"accuracy_after"' in line]
+    if not printed:
+        raise ShoalError(f"job {job}: expected the figures of its run, got:\n{output[-4000:]}")
+    figures = json.loads(printed[-1])
     shutil.copytree(hosts.path_of(names[0], Path("/tmp/run")), RUN / "run")
     checked = audit(RUN / "run")
     return {

@@ -217,7 +217,7 @@ def trained(folder: Path, *overrides: str, **environment: str) -> Path:
     (folder / "run.toml").write_text(f'run_dir = "run"\n[[tasks]]\n{written}\nparams = {params}\n')
     command = [sys.executable, "-m", "shoal.cli", "train", "run.toml", "--json", *own, *overrides]
     env = {**os.environ, **environment}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["steps"] == 20
     return folder / "run"
