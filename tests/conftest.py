@@ -2,7 +2,8 @@
 
 import os
 import signal
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 # Before anything imports torch: threads of several test processes on few cores would only wait for each other.
@@ -31,6 +32,14 @@ TINY_TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _browser_ends() -> Iterator[None]:
+    """Ends the browser that tests share, if one was opened."""
+    yield
+    if "browser" in sys.modules:
+        sys.modules["browser"].close_browser()
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -90,13 +89,12 @@ async def pictures(run: Path, views: Mapping[str, str], folder: Path) -> None:
     url = (await process.stdout.readline()).decode().strip()
     try:
         for suffix, (width, height) in SIZES.items():
-            with tempfile.TemporaryDirectory() as profile:
-                async with chromium(Path(profile) / "browser", width=width, height=height, scale=1) as page:
-                    places = {}
-                    if views is VIEWS:
-                        places = {"group": await some_group(page, url), "question": await some_question(page, url)}
-                    for name, path in views.items():
-                        save(await shot(page, url + path.format(**places), name), folder / f"view_{name}{suffix}.png")
+            async with chromium(width=width, height=height, scale=1) as page:
+                places = {}
+                if views is VIEWS:
+                    places = {"group": await some_group(page, url), "question": await some_question(page, url)}
+                for name, path in views.items():
+                    save(await shot(page, url + path.format(**places), name), folder / f"view_{name}{suffix}.png")
     finally:
         process.terminate()
         await process.wait()

@@ -40,10 +40,10 @@ async def viewing(*run_dirs: Path, token: str = "") -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def seen(folder: Path, *run_dirs: Path, width: int = 1440) -> AsyncIterator[tuple[Page, str]]:
+async def seen(*run_dirs: Path, width: int = 1440) -> AsyncIterator[tuple[Page, str]]:
     """A browser beside the page of some runs; nothing was blocked or went wrong in it, but for addresses not found."""
     browser_path()
-    async with viewing(*run_dirs) as url, chromium(folder / "browser", width=width, height=900, scale=1) as page:
+    async with viewing(*run_dirs) as url, chromium(width=width, height=900, scale=1) as page:
         yield page, url
         assert [one for one in page.complaints if "responded with a status of 4" not in one] == []
 
@@ -66,7 +66,7 @@ def test_the_overview_draws_two_runs_over_one_another_and_says_what_differs(tmp_
     async def check() -> None:
         first = await made(tmp_path / "first", 12, train={"lr": 1e-3})
         second = await made(tmp_path / "second", 6, train={"lr": 1e-4})
-        async with seen(tmp_path, first, second) as (page, url):
+        async with seen(first, second) as (page, url):
             await page.goto(url)
             await page.until(DRAWN)
             assert await page.value(lines_of("Reward")) == ["first", "second"]
@@ -83,7 +83,7 @@ def test_the_overview_follows_a_run_that_is_still_written(tmp_path: Path) -> Non
     async def check() -> None:
         run = MadeRun(tmp_path / "live")
         await run.step()
-        async with seen(tmp_path, run.run_dir) as (page, url):
+        async with seen(run.run_dir) as (page, url):
             await page.goto(url)
             await page.until(DRAWN)
             await run.step()

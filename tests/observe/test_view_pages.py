@@ -46,7 +46,7 @@ def test_every_view_of_a_live_run_opens_at_both_widths(tmp_path: Path, width: in
         run = MadeRun(tmp_path / "live")
         for _ in range(6):
             await run.step(["so \\(\\frac{a}{b}\\)\n\n```\n" + "long " * 60 + "\n```", "wrong"])
-        async with seen(tmp_path, run.run_dir, width=width) as (page, url):
+        async with seen(run.run_dir, width=width) as (page, url):
             await assert_readable(page, url, width, (*VIEWS, "/question?id=held-out-0"))
             await page.goto(f"{url}/waits")
             await page.until("document.querySelector('#timeline .main-svg') !== null")
@@ -59,7 +59,7 @@ def test_every_view_of_a_live_run_opens_at_both_widths(tmp_path: Path, width: in
 
 def test_every_view_of_a_finished_run_of_30000_rollouts_opens(tmp_path: Path) -> None:
     async def check() -> None:
-        async with seen(tmp_path, tmp_path / "long") as (page, url):
+        async with seen(tmp_path / "long") as (page, url):
             await assert_readable(page, url, 1440, VIEWS)
             assert "30,000 of 30,000" in await page.value("fetch('/rollouts').then(one => one.text())")
 
@@ -70,7 +70,7 @@ def test_every_view_of_a_finished_run_of_30000_rollouts_opens(tmp_path: Path) ->
 def test_a_held_out_question_is_followed_across_time(tmp_path: Path) -> None:
     async def check() -> None:
         run_dir = await made(tmp_path / "run", 11)
-        async with seen(tmp_path, run_dir) as (page, url):
+        async with seen(run_dir) as (page, url):
             await page.goto(f"{url}/heldout?sort=better")
             row = await page.value("document.querySelector('tbody tr').innerText")
             assert row.split() == ["held-out", "question", "1", "chain_sum", "+0.5", "0.05", "0.3", "0.55"]

@@ -116,17 +116,33 @@ def test_a_run_that_goes_on_is_read_on_and_what_it_archives_is_still_found(tmp_p
     asyncio.run(check())
 
 
-def test_a_group_stands_side_by_side_with_truth_parts_and_evidence(tmp_path: Path) -> None:
+def test_the_keyboard_alone_leads_to_a_group_with_truth_parts_and_evidence_and_to_its_tokens(tmp_path: Path) -> None:
     async def check() -> None:
         run_dir = await made(tmp_path / "run", 2)
-        async with seen(tmp_path, run_dir) as (page, url):
+        async with seen(run_dir) as (page, url):
             await found(page, url, "/rollouts?step=2&sort=worst", "document.querySelector('td a') !== null")
-            await page.goto(await page.value("document.querySelector('td a').href"))
-            text = await page.until("document.body.textContent")
+            await page.goto(url)
+            await page.tab_to("at.textContent == 'Worst answers of step 2'")
+            await page.press("Enter")
+            await page.until("location.pathname == '/rollouts' && document.readyState == 'complete'")
+            await page.tab_to("at.matches('td a')")
+            await page.press("Enter")
+            await page.until("location.pathname == '/group' && document.readyState == 'complete'")
+            text = await page.value("document.body.textContent")
             for part in ("truth of g1-", "judged g1-", "reward 1.000", "thinking of g1-", "right", "add"):
                 assert part in text
             assert await page.value("document.querySelectorAll('article').length") == SIZE
             assert not await page.value("document.querySelector('article details').open")  # thoughts are folded
+            await page.tab_to("at.matches('article summary')")
+            await page.press("Enter")
+            await page.until("document.activeElement.parentNode.open")
+            await page.tab_to("at.matches('article a')")
+            await page.press("Enter")
+            await page.until("location.pathname == '/tokens' && document.readyState == 'complete'")
+            await page.tab_to("at.matches('.tokens')")
+            for _ in range(4):  # the prompt has three tokens
+                await page.press("ArrowRight")
+            assert "logprob" in await page.until("document.getElementById('token').textContent")
 
     asyncio.run(check())
 
@@ -134,7 +150,7 @@ def test_a_group_stands_side_by_side_with_truth_parts_and_evidence(tmp_path: Pat
 def test_a_token_shows_its_numbers_when_it_is_pointed_at(tmp_path: Path, tiny_model_dir: Path) -> None:
     async def check() -> None:
         run_dir = await made(tmp_path / "run", 2, model=tiny_model_dir)
-        async with seen(tmp_path, run_dir) as (page, url):
+        async with seen(run_dir) as (page, url):
             for by in ("logprob", "version", "ratio", "advantage", "entropy", "gradient", "fate"):
                 place = f"/tokens?seq=1&position=0&by={by}"
                 await found(page, url, place, "document.querySelector('.tokens') !== null")
@@ -168,7 +184,7 @@ def test_nothing_that_a_model_says_is_executed(tmp_path: Path) -> None:
         for at in range(0, len(PAYLOADS), SIZE):
             await run.step(PAYLOADS[at : at + SIZE])
         await run.close()
-        async with seen(tmp_path, run.run_dir) as (page, url):
+        async with seen(run.run_dir) as (page, url):
             await found(
                 page, url, f"/rollouts?task={quote(PAYLOADS[0])}&sort=best", "document.querySelector('td a') !== null"
             )
@@ -236,7 +252,7 @@ def test_a_huge_text_keeps_its_beginning_and_its_end() -> None:
 def test_an_address_with_a_wrong_value_is_answered_with_its_name(tmp_path: Path) -> None:
     async def check() -> None:
         run_dir = await made(tmp_path / "run", 1)
-        async with seen(tmp_path, run_dir) as (page, url):
+        async with seen(run_dir) as (page, url):
             for path, named in (
                 ("/rollouts?step=three", "step"),
                 ("/rollouts?colour=1", "colour"),

@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 from shoal.cli import main
-from shoal.config import load
+from shoal.config import load, to_toml
 from shoal.errors import RunDirError
+from shoal.experience.counts import task_counts
 from shoal.run.starters import starter_folder, write_starter
 
 ROOT = Path(__file__).parents[2]
+ALONE = ("first", "data", "reward", "agent", "trl")
+"""Starters whose runs need no other process."""
 SHORT = ("--train.steps=3", "--eval.questions=6", "--eval.every_steps=0")
 
 
@@ -31,20 +34,39 @@ def test_init_names_the_files_and_the_next_commands(tmp_path: Path) -> None:
     assert made.stdout.endswith("  cd mine\n  shoal train run.toml --dry-run\n  shoal train run.toml\n")
 
 
-@pytest.mark.parametrize("kind", ["first", "data", "reward", "agent", "trl"])
-def test_a_starter_trains_from_any_folder(
+@pytest.mark.parametrize("kind", ALONE)
+def test_a_dry_run_of_a_starter_passes_from_any_folder(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_starter(kind, tmp_path / "mine")
     with pytest.raises(SystemExit) as ended:
-        main(["train", "mine/run.toml", *SHORT])
+        main(["train", "mine/run.toml", "--dry-run"])
+    assert ended.value.code == 0, capsys.readouterr().err
+
+
+def test_the_tasks_of_all_starters_train_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One run for five: what differs between them are their tasks."""
+    tasks = []
+    for kind in ALONE:
+        write_starter(kind, tmp_path / kind)
+        (task,) = load(tmp_path / kind / "run.toml").tasks
+        tasks.append(task if kind == "first" else task.model_copy(update={"name": f"words of {kind}"}))
+    whole = load(tmp_path / "first" / "run.toml").model_copy(
+        update={"tasks": tasks, "run_dir": str(tmp_path / "runs" / "all")}
+    )
+    (tmp_path / "all.toml").write_text(to_toml(whole))
+    with pytest.raises(SystemExit) as ended:
+        main(["train", str(tmp_path / "all.toml"), *SHORT])
     said = capsys.readouterr().err
     assert ended.value.code == 0, said
-    (run,) = (tmp_path / "runs").iterdir()
-    assert f"model: runs/{run.name}/model" in said
+    run = tmp_path / "runs" / "all"
+    assert f"model: {run}/model" in said
     assert "sampled answers before and after training:" in said
     assert (run / "report.html").is_file()
+    counts = task_counts(run)
+    assert {name for name, one in counts.items() if one.finished} == {task.name for task in tasks}
+    assert sum(one.failed.total() for one in counts.values()) == 0
 
 
 def test_the_starter_of_a_swarm_has_two_nodes_that_meet(tmp_path: Path) -> None:
@@ -122,5 +144,8 @@ def test_the_wheel_has_starters_metadata_and_no_link_that_leads_nowhere(tmp_path
     assert "](docs/" not in metadata + absolute
     assert "Project-URL: Homepage, https://example.org/shoal" in absolute
     assert "](https://example.org/shoal/docs/rewards.md)" in absolute
-    for kind in ("first", "data", "reward", "agent", "trl", "verifiers", "swarm"):
-        assert (tmp_path / "plain" / "shoal" / "starters" / kind / "run.toml").is_file()
+    package = tmp_path / "plain" / "shoal"
+    for kind in (*ALONE, "verifiers", "swarm"):
+        assert (package / "starters" / kind / "run.toml").is_file()
+    for file in ("observe/view/static/view.js", "observe/view/templates/base.html", "net/look.css"):
+        assert (package / file).is_file(), "the page of an installed wheel needs no network"

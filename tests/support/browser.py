@@ -1,22 +1,29 @@
 """Chromium without a window, driven over its DevTools protocol as a person would: by keys, seeing what is shown."""
 
 import asyncio
+import atexit
 import base64
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import aiohttp
 import pytest
 
-START_TIMEOUT_S = 60.0
-WAIT_S = 30.0
-KEYS = {"Tab": (9, ""), "Enter": (13, "\r")}
+START_TIMEOUT_S = 120.0
+WAIT_S = 120.0
+KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "ArrowRight": (39, "")}
+FOCUS_SHOWN = "getComputedStyle(document.activeElement).outlineStyle != 'none'"
 
 
 def browser_path() -> str:
@@ -41,7 +48,8 @@ class Page:
         async for message in self._socket:
             said = json.loads(message.data)
             if "id" in said:
-                self._replies.pop(said["id"]).set_result(said)
+                if not (reply := self._replies.pop(said["id"])).done():
+                    reply.set_result(said)
             elif said["method"] == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
                 self.complaints.append(said["params"]["entry"]["text"])
             elif said["method"] == "Runtime.exceptionThrown":
@@ -91,34 +99,95 @@ class Page:
         await self.command("Input.dispatchKeyEvent", type="keyDown", text="" if ctrl else text, **common)
         await self.command("Input.dispatchKeyEvent", type="keyUp", **common)
 
+    async def tab_to(self, condition: str, most: int = 60) -> None:
+        """Presses Tab until a condition on the focused element `at` is true; each focus on the way can be seen."""
+        for _ in range(most):
+            await self.press("Tab")
+            if await self.value(f"document.activeElement != document.body && !({FOCUS_SHOWN})"):
+                raise AssertionError(f"focus unseen: {await self.value('document.activeElement.outerHTML')}")
+            if await self.value(f"(at => {condition})(document.activeElement)"):
+                return
+        raise AssertionError(f"no focus of {most} fulfils: {condition}")
+
     async def screenshot(self) -> bytes:
         """Everything, as PNG."""
         shot = await self.command("Page.captureScreenshot", captureBeyondViewport=True)
         return base64.b64decode(shot["data"])
 
 
+class Browser:
+    """A Chromium process with a profile of its own, shared by the tests of a process, each in its own context."""
+
+    def __init__(self) -> None:
+        self._folder = TemporaryDirectory(prefix="shoal-chromium-")
+        arguments = [
+            browser_path(),
+            "--headless=new",
+            "--remote-debugging-port=0",
+            f"--user-data-dir={self._folder.name}/profile",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            *(["--no-sandbox"] if os.geteuid() == 0 else []),
+            "about:blank",
+        ]
+        self._process = subprocess.Popen(
+            arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+        port = Path(self._folder.name, "profile", "DevToolsActivePort")
+        ends_s = time.monotonic() + START_TIMEOUT_S
+        while not (port.exists() and port.read_text().count("\n")):
+            assert time.monotonic() < ends_s, "Chromium did not say where its DevTools are"
+            time.sleep(0.05)
+        number, path = port.read_text().split("\n")
+        self.devtools = f"ws://127.0.0.1:{number}"
+        self.url = f"{self.devtools}{path}"
+
+    def close(self) -> None:
+        """Ends the process."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._folder.cleanup()
+
+
+@cache
+def browser() -> Browser:
+    """The browser of this process, which ends with it; `close_browser` ends it sooner."""
+    opened = Browser()
+    atexit.register(opened.close)
+    return opened
+
+
+def close_browser() -> None:
+    """Ends the browser of this process, if there is one."""
+    if browser.cache_info().currsize:
+        atexit.unregister(browser().close)
+        browser().close()
+        browser.cache_clear()
+
+
 @asynccontextmanager
-async def chromium(folder: Path, *, width: int = 360, height: int = 640, scale: int = 2) -> AsyncIterator[Page]:
-    """A page of the size of a small phone, in a browser of its own."""
-    arguments = [
-        browser_path(),
-        "--headless=new",
-        "--remote-debugging-port=0",
-        f"--user-data-dir={folder}",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--no-first-run",
-        "--disable-background-networking",
-        "--disable-component-update",
-        *(["--no-sandbox"] if os.geteuid() == 0 else []),
-        "about:blank",
-    ]
-    with (folder.parent / f"{folder.name}.log").open("wb") as log:
-        process = await asyncio.create_subprocess_exec(*arguments, stdout=log, stderr=log, start_new_session=True)
+async def connected(http: aiohttp.ClientSession, url: str) -> AsyncIterator[Page]:
+    """A DevTools socket."""
+    async with http.ws_connect(url, max_msg_size=0) as socket:
+        page = Page(socket)
+        listening = asyncio.create_task(page.listen())
+        yield page
+        listening.cancel()
+
+
+@asynccontextmanager
+async def chromium(*, width: int = 360, height: int = 640, scale: int = 2) -> AsyncIterator[Page]:
+    """A page of the size of a small phone, without cookies or a cache of any other."""
+    opened = browser()
+    async with aiohttp.ClientSession() as http, connected(http, opened.url) as control:
+        context = (await control.command("Target.createBrowserContext"))["browserContextId"]
+        target = await control.command("Target.createTarget", url="about:blank", browserContextId=context)
         try:
-            async with aiohttp.ClientSession() as http, http.ws_connect(await _page_url(folder, http)) as socket:
-                page = Page(socket)
-                listening = asyncio.create_task(page.listen())
+            async with connected(http, f"{opened.devtools}/devtools/page/{target['targetId']}") as page:
                 for domain in ("Page", "Runtime", "Log"):
                     await page.command(f"{domain}.enable")
                 await page.command(
@@ -129,20 +198,5 @@ async def chromium(folder: Path, *, width: int = 360, height: int = 640, scale: 
                     mobile=width < 600,
                 )
                 yield page
-                listening.cancel()
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-
-
-async def _page_url(folder: Path, http: aiohttp.ClientSession) -> str:
-    """Of the first tab's DevTools, once the browser has said where they are."""
-    async with asyncio.timeout(START_TIMEOUT_S):
-        while True:
-            try:
-                port = (folder / "DevToolsActivePort").read_text().split()[0]
-                async with http.get(f"http://127.0.0.1:{port}/json/list") as reply:
-                    pages = [one for one in await reply.json() if one["type"] == "page"]
-                return str(pages[0]["webSocketDebuggerUrl"])
-            except (FileNotFoundError, IndexError, aiohttp.ClientConnectorError):
-                await asyncio.sleep(0.05)
+            await control.command("Target.disposeBrowserContext", browserContextId=context)

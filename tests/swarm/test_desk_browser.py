@@ -104,7 +104,7 @@ def test_a_question_answered_in_a_browser_becomes_an_offer_and_a_node_trains_on_
         async with (
             NatsServer(ServerOptions(config.parent / "server")) as server,
             node(config, server.url, "--wait-s", "0") as (url, peer),
-            chromium(config.parent / "profile") as page,
+            chromium() as page,
         ):
             await page.goto(url)
             question = await asked(page)
@@ -155,7 +155,7 @@ def test_what_peers_wrote_is_shown_as_text_to_those_who_have_answered(config: Pa
             # Half of the questions are peers'; more than enough offers for one of them to be asked soon.
             for question in list(QUESTIONS)[::4]:
                 await offered(server.url, question)
-            async with chromium(config.parent / "profile", width=1200, height=900) as page:
+            async with chromium(width=1200, height=900) as page:
                 await page.goto(url)
                 for _ in range(5):  # more would be over a visitor's rate
                     question = await asked(page)

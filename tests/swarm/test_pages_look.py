@@ -48,7 +48,7 @@ def test_text_has_the_contrast_of_wcag_aa_in_both_themes(theme: int) -> None:
 
 
 @asynccontextmanager
-async def opened(folder: Path, *routes: Route) -> AsyncIterator[tuple[Page, str]]:
+async def opened(*routes: Route) -> AsyncIterator[tuple[Page, str]]:
     """A phone before a server of some routes."""
     browser_path()
     with listening_socket("127.0.0.1", 0) as listening:
@@ -56,7 +56,7 @@ async def opened(folder: Path, *routes: Route) -> AsyncIterator[tuple[Page, str]
         server = uvicorn.Server(uvicorn_config(app, grace_s=1))
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            async with chromium(folder / "browser", width=390, height=800, scale=1) as page:
+            async with chromium(width=390, height=800, scale=1) as page:
                 yield page, url_of(listening)
                 assert page.complaints == []
         finally:
@@ -88,7 +88,7 @@ def test_a_report_and_the_judges_page_fit_a_phone_with_their_figures_in_sight_an
         tracker.close()
         report = write_report(tmp_path / "run")[1].read_text()
         routes = (static("/", "text/html", page_html), static("/style.css", "text/css", STYLE))
-        async with opened(tmp_path, *routes) as (page, url):
+        async with opened(*routes) as (page, url):
             await page.goto((tmp_path / "run" / "report.html").as_uri())
             assert await page.value("document.documentElement.scrollWidth") <= 390
             rows = "[...document.querySelector('.figures').querySelectorAll('td + td')]"
@@ -148,7 +148,7 @@ def test_the_peoples_page_executes_nothing_of_questions_or_of_others_answers(tmp
                 "/api/status", lambda _: json({"peer_id": PAYLOADS[0], "swarm": PAYLOADS[1], "answers": 1, "shared": 1})
             ),
         )
-        async with opened(tmp_path, *routes) as (page, url):
+        async with opened(*routes) as (page, url):
             await page.goto(url)
             for payload in PAYLOADS:
                 await page.until("!document.getElementById('send').disabled")
@@ -157,8 +157,14 @@ def test_the_peoples_page_executes_nothing_of_questions_or_of_others_answers(tmp
                 assert await page.value("document.documentElement.scrollWidth") <= 390
                 await page.value("document.getElementById('next').click()")
             await page.until("!document.getElementById('send').disabled")
-            await page.value("document.getElementById('answer').value = 'x'; document.getElementById('send').click()")
+            await page.goto(url)
+            await page.until("!document.getElementById('send').disabled")
+            await page.tab_to("at.id == 'answer'")  # the keyboard alone from here
+            await page.type("x")
+            await page.tab_to("at.id == 'send'", 1)
+            await page.press("Enter")
             await page.until("!document.getElementById('verdict').hidden")
+            assert await page.value("document.activeElement.id") == "next"
             assert await page.value("document.querySelectorAll('#list li').length") == len(PAYLOADS)
             assert await page.value(FOREIGN) == 0
             assert await page.value("document.title") == "Answer a question - Shoal"

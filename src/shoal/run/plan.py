@@ -128,7 +128,7 @@ def _plan(config: Config, prepared: Prepared) -> dict[str, object]:
             for process, parts in memory.items()
         },
         "staleness_bound": bound,
-        "staleness_expected": f"about {bound} when training is the slower side, below 1 when generation is"
+        "staleness_expected": f"about {bound} if the trainer is slower than the engines, below 1 if it is faster"
         if bound
         else "0: generation and training take turns",
         "devices": str(prepared.devices),
