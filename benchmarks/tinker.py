@@ -12,10 +12,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from benchmarks.model import write_bench_model
+
+if TYPE_CHECKING:
+    from tinker import ServiceClient
 
 Report = dict[str, object]
 KEY = "tml-bench"
@@ -25,64 +29,67 @@ ROWS, TOKENS, RANK = 32, 64, 8
 def measure(quick: bool) -> Report:
     """Measures the figures on one thread."""
     import tinker
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        write_bench_model(Path(folder) / "model")
+        process, url = _serving(Path(folder))
+        try:
+            service = tinker.ServiceClient(base_url=url, api_key=KEY)
+            return compared(service, "bench", Path(folder) / "model", rounds=3 if quick else 10)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def compared(service: "ServiceClient", name: str, model: Path, *, rounds: int) -> Report:
+    """Figures of a running server, whose model `name` is the one in the directory `model`."""
     from tinker import types
 
     from shoal.tinker.data import Datum
     from shoal.tinker.messages import Adam, Adapter
     from shoal.tinker.models import GradientJob, TrainedModels
 
-    torch.set_num_threads(1)
-    rounds = 3 if quick else 10
     rows = [[3 + (7 * i + 5 * j) % 80 for j in range(TOKENS + 1)] for i in range(ROWS)]
-    with tempfile.TemporaryDirectory() as folder:
-        write_bench_model(Path(folder) / "model")
-        models = TrainedModels({"bench": Path(folder) / "model"})
-        models.open("own", "bench", Adapter(RANK))
-        data = [Datum(row[:-1], torch.tensor(row[1:]), {"weights": torch.ones(TOKENS)}) for row in rows]
-        job = GradientJob("own", data, "cross_entropy", {}, backward=True)
+    models = TrainedModels({name: model})
+    models.open("own", name, Adapter(RANK))
+    data = [Datum(row[:-1], torch.tensor(row[1:]), {"weights": torch.ones(TOKENS)}) for row in rows]
+    job = GradientJob("own", data, "cross_entropy", {}, backward=True)
 
-        def native() -> None:
-            models.forward_backward([job])
-            models.optim_step("own", Adam())
+    def native() -> None:
+        models.forward_backward([job])
+        models.optim_step("own", Adam())
 
-        process, url = _serving(Path(folder))
-        try:
-            service = tinker.ServiceClient(base_url=url, api_key=KEY)
-            client = service.create_lora_training_client(base_model="bench", rank=RANK).result()
-            given = [
-                types.Datum(
-                    types.ModelInput.from_ints(row[:-1]),
-                    {
-                        "target_tokens": types.TensorData.from_torch(torch.tensor(row[1:])),
-                        "weights": types.TensorData.from_torch(torch.ones(TOKENS)),
-                    },
-                )
-                for row in rows
-            ]
+    client = service.create_lora_training_client(base_model=name, rank=RANK).result()
+    weights = types.TensorData.from_torch(torch.ones(TOKENS))
+    given = [
+        types.Datum(
+            types.ModelInput.from_ints(row[:-1]),
+            {"target_tokens": types.TensorData.from_torch(torch.tensor(row[1:])), "weights": weights},
+        )
+        for row in rows
+    ]
 
-            def step() -> None:
-                forward = client.forward_backward(given, "cross_entropy")
-                client.optim_step(types.AdamParams()).result()
-                forward.result()
+    def step() -> None:
+        forward = client.forward_backward(given, "cross_entropy")
+        client.optim_step(types.AdamParams()).result()
+        forward.result()
 
-            sampler = client.save_weights_and_get_sampling_client().result()
-            prompt = types.ModelInput.from_ints(rows[0][:8])
-            token = types.SamplingParams(max_tokens=1, temperature=0)
-            turns: dict[str, Callable[[], object]] = {
-                "step": step,
-                "native_step": native,
-                "forward_backward": lambda: client.forward_backward(given, "cross_entropy").result(),
-                "native_forward_backward": lambda: models.forward_backward([job]),
-                "sample": lambda: sampler.sample(prompt, 1, token).result(),
-            }
-            seconds: dict[str, list[float]] = {name: [] for name in turns}
-            for number in range(rounds + 1):
-                for name, turn in turns.items():
-                    seconds[name] += [_seconds(turn)][:number]  # the first round warms up
-        finally:
-            process.terminate()
-            process.wait()
-    best = {name: min(found) for name, found in seconds.items()}
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = types.ModelInput.from_ints(rows[0][:8])
+    token = types.SamplingParams(max_tokens=1, temperature=0)
+    turns: dict[str, Callable[[], object]] = {
+        "step": step,
+        "native_step": native,
+        "forward_backward": lambda: client.forward_backward(given, "cross_entropy").result(),
+        "native_forward_backward": lambda: models.forward_backward([job]),
+        "sample": lambda: sampler.sample(prompt, 1, token).result(),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in turns}
+    for number in range(rounds + 1):
+        for turn_name, turn in turns.items():
+            seconds[turn_name] += [_seconds(turn)][:number]  # the first round warms up
+    best = {turn_name: min(found) for turn_name, found in seconds.items()}
     return {
         "sample_overhead_ms": 1e3 * best["sample"],
         "forward_backward_overhead_ms": 1e3 * (best["forward_backward"] - best["native_forward_backward"]),

@@ -13,6 +13,7 @@ import tinker
 import torch
 from tinker import types
 
+from benchmarks.tinker import compared
 from engine_models import plain
 from shoal.observe.runs import WatchedRun
 from tinker_server import KEYS, TinkerServer, tinker_serving
@@ -217,6 +218,16 @@ def test_every_token_has_a_version_and_what_is_too_old_is_refused(
     client.forward_backward([given], "importance_sampling", {"max_staleness": 2}).result(TIMEOUT_S)
     with pytest.raises(tinker.RequestFailedError, match=r"at most .* steps before version 4, got 2"):
         client.forward_backward([given], "importance_sampling", {"max_staleness": 1}).result(TIMEOUT_S)
+
+
+def test_the_bench_sets_steps_and_samples_against_the_work_alone(
+    service: tinker.ServiceClient, tiny_model_dir: Path
+) -> None:
+    report = compared(service, "tiny", tiny_model_dir, rounds=1)
+    assert report["clients"] == 1
+    for name in ("sample_overhead_ms", "forward_backward_overhead_ms", "steps_per_s_ratio_to_native"):
+        assert isinstance(report[name], float)
+    assert float(str(report["steps_per_s_ratio_to_native"])) > 0
 
 
 def test_a_restored_state_gives_the_same_next_step(service: tinker.ServiceClient) -> None:
