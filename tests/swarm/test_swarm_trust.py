@@ -1,4 +1,4 @@
-"""The door: what is let in, what is refused and why, and what is held against whom."""
+"""Admission: what is let in, what is refused and why, and what is held against whom."""
 
 import random
 import tracemalloc

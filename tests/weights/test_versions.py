@@ -199,6 +199,13 @@ def test_a_flipped_bit_on_the_way_is_refused(shard: bytes, at: int, width: int) 
         assert decoded(bytes(sent), bytes(40), WeightShard(digest_of(shard), 40)) == shard
 
 
+@given(st.binary(max_size=60))
+def test_whatever_comes_instead_of_a_shard_is_refused(sent: bytes) -> None:
+    for start in (b"", b"\0", b"\1", b"\1\4"):
+        with pytest.raises(WireError):
+            decoded(start + sent, bytes(40), WeightShard("0" * 64, 40))
+
+
 def test_the_width_is_that_of_most_numbers(tmp_path: Path) -> None:
     save_file({"a": np.zeros(9, np.float16), "b": np.zeros(4, np.float32)}, tmp_path / "x.safetensors")
     assert width_of(tmp_path / "x.safetensors") == 2

@@ -118,7 +118,7 @@ class _Member:
 
 
 class Gang:
-    """Door for the ranks of a trainer."""
+    """Handler of the ranks of a trainer."""
 
     def __init__(self, count: int, per_host: int | None, shelf: FileShelf) -> None:
         """`per_host` ranks of each host shard the weights among them; None shards over all ranks."""

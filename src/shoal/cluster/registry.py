@@ -5,7 +5,7 @@
     GET /v1/join     the WebSocket of a role: its lease
 
 A role says what it can do and where it listens. It belongs to the run for as long as its connection answers pings. The
-room that can use it has opened a `Door` for it, on the event loop of the run.
+room that can use it has added a `RoleHandler` for it, on the event loop of the run.
 """
 
 import asyncio
@@ -128,8 +128,8 @@ class RoleLine:
             await self._socket.close()
 
 
-class Door(Protocol):
-    """Entrance of one kind of roles. Both methods run on the event loop of the run."""
+class RoleHandler(Protocol):
+    """User of one kind of roles. Both methods run on the event loop of the run."""
 
     async def join(self, name: str, role: Role, line: RoleLine) -> None:
         """Returns once the run uses the role. Raises a `ShoalError`."""
@@ -143,7 +143,7 @@ class NotWanted(ShoalError):
 
 
 class Roles:
-    """The roles of a run. Its routes are served by a `RunServer`; doors open and close on another event loop."""
+    """The roles of a run. Its routes are served by a `RunServer`; handlers come and go on another event loop."""
 
     def __init__(
         self, server: RunServer, info: RunInfo, shelf: FileShelf, on_event: Callable[[str, str], None]
@@ -153,22 +153,22 @@ class Roles:
         """Folders that roles read and fill."""
         self._server, self._info, self._on_event = server, info, on_event
         self._main = asyncio.get_running_loop()
-        self._doors: dict[str, Door] = {}
+        self._handlers: dict[str, RoleHandler] = {}
         self._present: dict[str, float] = {}
         self._numbers: Counter[str] = Counter()
         server.add([Route("/v1/run", self._run), Route("/v1/roles", self._list), WebSocketRoute(JOIN, self._join)])
 
-    def open(self, kind: type[Role], door: Door) -> None:
+    def open(self, kind: type[Role], handler: RoleHandler) -> None:
         """Lets roles of a kind in."""
-        self._doors[str(kind.__struct_config__.tag)] = door
+        self._handlers[str(kind.__struct_config__.tag)] = handler
 
     def close(self, kind: type[Role]) -> None:
         """Lets no more roles of a kind in; leaves are no longer told."""
-        self._doors.pop(str(kind.__struct_config__.tag), None)
+        self._handlers.pop(str(kind.__struct_config__.tag), None)
 
     def shut(self) -> None:
         """Lets nobody in any more: the event loop of the run ends."""
-        self._doors.clear()
+        self._handlers.clear()
         self._on_event = lambda name, state: None
 
     @property
@@ -189,13 +189,13 @@ class Roles:
         kind, line = str(role.__struct_config__.tag), RoleLine(self._server, socket)
         if role.protocol != PROTOCOL:
             raise NotWanted(f"protocol: expected {PROTOCOL}, got {role.protocol}; install the run's version")
-        door = self._doors.get(kind)
-        if door is None:
+        handler = self._handlers.get(kind)
+        if handler is None:
             raise ShoalError(f"the run takes no role {kind!r} now")
         self._numbers[kind] += 1
         name = f"{kind}-joined-{self._numbers[kind]}"
         await send(socket, Admitted(name))
-        await self._on_main(door.join(name, role, line))
+        await self._on_main(handler.join(name, role, line))
         self._present[name] = time.monotonic()
         self._told(name, "joined")
         try:
@@ -203,9 +203,9 @@ class Roles:
         finally:
             del self._present[name]
             self._told(name, "left")
-            if door in self._doors.values():
+            if handler in self._handlers.values():
                 with contextlib.suppress(ShoalError):  # there is nothing left to leave
-                    await self._on_main(door.leave(name))
+                    await self._on_main(handler.leave(name))
 
     async def _join(self, socket: WebSocket) -> None:
         await self._server.lease(socket, Role, self._role, _refused)  # type: ignore[arg-type]

@@ -217,7 +217,7 @@ class _Keeper:
 
 
 class _Joined:
-    """Door for engines that nobody listed."""
+    """Handler of engines that nobody listed."""
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool

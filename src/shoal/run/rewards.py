@@ -46,7 +46,7 @@ async def own_scorer(
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """Door for scorers that nobody listed."""
+    """Handler of scorers that nobody listed."""
 
     scorer: RemoteScorer
 

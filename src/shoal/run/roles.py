@@ -17,6 +17,7 @@ from shoal.cluster.on_ray import RayPlan, started
 from shoal.cluster.registry import RankRole, Roles, RunInfo
 from shoal.config import Config
 from shoal.errors import ConfigError
+from shoal.files import replaced
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.net.identity import Identity
 from shoal.net.listening import tls_files
@@ -77,7 +78,8 @@ async def opened_roles(
         yield None
         return
     run_dir, (host, port) = Path(config.run_dir), config.services_at
-    _keep(run_dir / TOKEN_FILE, prepared.token)
+    with replaced(run_dir / TOKEN_FILE, private=True) as unfinished:
+        unfinished.write_text(prepared.token)
     identity = Identity.load(run_dir / KEY_FILE)
     info = RunInfo(
         identity.public_key,
@@ -121,9 +123,3 @@ async def trainer_ranks(
             yield joined
     finally:
         roles.close(RankRole)
-
-
-def _keep(path: Path, token: str) -> None:
-    """Writes the token where only its owner reads it."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(token)

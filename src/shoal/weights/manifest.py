@@ -127,7 +127,7 @@ def decoded(sent: bytes, base: bytes | None, shard: WeightShard) -> bytes:
     """WeightShard in the bytes that were sent. Raises `WireError` unless it has the size and the digest of `shard`."""
     data = sent[1:]
     if sent[:1] == DELTA:
-        if base is None or len(base) != shard.size or not 1 <= (width := sent[1]) <= 8:
+        if base is None or len(base) != shard.size or not 1 <= (width := int.from_bytes(sent[1:2])) <= 8:
             raise WireError(f"shard {shard.digest[:16]}: expected a difference to what is here, got another")
         try:
             xor = zstandard.ZstdDecompressor().decompress(sent[2:], max_output_size=shard.size)

@@ -88,7 +88,8 @@ class VersionServer:
         key = (digest, base if base in self._places else "")
         task = self._encoded.get(key)
         if task is None:
-            task = self._encoded[key] = asyncio.create_task(self._encode(*key))
+            places, bases = (list(self._places.get(one, ())) for one in key)
+            task = self._encoded[key] = asyncio.create_task(self._encode(places, bases))
         self._encoded.move_to_end(key)
         while len(self._encoded) > KEPT_SHARDS:
             self._encoded.popitem(last=False)
@@ -100,10 +101,9 @@ class VersionServer:
         self.sent_bytes += len(data)
         return Response(data, media_type="application/octet-stream")
 
-    async def _encode(self, digest: str, base: str) -> bytes:
-        places = list(self._places[digest])
+    async def _encode(self, places: Sequence[_Place], bases: Sequence[_Place]) -> bytes:
         async with self._working:
-            return await asyncio.to_thread(_read_and_encode, places, list(self._places.get(base, ())))
+            return await asyncio.to_thread(_read_and_encode, places, bases)
 
 
 def _read_and_encode(places: Sequence[_Place], bases: Sequence[_Place]) -> bytes:
