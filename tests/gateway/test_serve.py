@@ -10,26 +10,6 @@ import openai
 import pytest
 
 
-def test_serve_answers_an_openai_client_and_stops_when_told_to(tiny_model_dir: Path) -> None:
-    command = [str(Path(sys.executable).with_name("shoal")), "serve", "--model", str(tiny_model_dir), "--port", "0"]
-    with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.PIPE, text=True) as served:
-        try:
-            assert served.stdout is not None
-            url = served.stdout.readline().strip()
-            assert url.startswith("http://127.0.0.1:"), url
-            assert served.stdout.readline().startswith(f"curl {url}/chat/completions")
-            with openai.OpenAI(base_url=url, api_key="-") as client:
-                (model,) = client.models.list().data
-                answer = client.chat.completions.create(
-                    model=model.id, messages=[{"role": "user", "content": "2 + 2"}], max_tokens=5
-                )
-            assert answer.usage is not None
-            assert 1 <= answer.usage.completion_tokens <= 5
-        finally:
-            served.send_signal(signal.SIGINT)
-        assert served.wait(timeout=20) == 130
-
-
 def test_beyond_loopback_serve_wants_its_key_of_every_client(tiny_model_dir: Path) -> None:
     """An address of this machine that is not written as one of loopback."""
     command = [str(Path(sys.executable).with_name("shoal")), "serve", "--model", str(tiny_model_dir), "--port", "0"]

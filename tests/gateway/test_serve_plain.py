@@ -39,12 +39,14 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         try:
             assert served.stdout is not None
             url = served.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.1:"), url
+            assert served.stdout.readline().startswith(f"curl {url}/chat/completions")
             with openai.OpenAI(base_url=url, api_key="-", max_retries=0) as client:
                 assert [model.id for model in client.models.list().data] == ["demo"]
                 yield Serving(client, log)
         finally:
             served.send_signal(signal.SIGINT)
-        served.wait(timeout=20)
+        assert served.wait(timeout=60) == 130
 
 
 def chat(serving: Serving, **asked: Any) -> Any:

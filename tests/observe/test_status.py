@@ -4,13 +4,12 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from buffer_values import group, open_buffer, run_group, train
+from shoal.cli import main
 from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
@@ -64,14 +63,19 @@ def test_status_says_why_rollouts_failed_and_that_a_run_learns_nothing(tmp_path:
     assert "warning: mine.py:9" in status_lines(values)
 
 
-def test_the_command_prints_a_line_per_task_or_one_json_object(tmp_path: Path) -> None:
+def test_the_command_prints_a_line_per_task_or_one_json_object(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written_run(tmp_path)
-    command = [sys.executable, "-m", "shoal.cli", "status", str(tmp_path)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "alpha" in lines
-    assert "beta" in lines
-    printed = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert json.loads(printed)["tasks"]["beta"]["started"] == 2
+    printed = []
+    for flags in ((), ("--json",)):
+        with pytest.raises(SystemExit) as ended:
+            main(["status", str(tmp_path), *flags])
+        assert ended.value.code == 0
+        printed.append(capsys.readouterr().out)
+    assert "alpha" in printed[0]
+    assert "beta" in printed[0]
+    assert json.loads(printed[1])["tasks"]["beta"]["started"] == 2
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:

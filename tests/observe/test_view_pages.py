@@ -146,6 +146,7 @@ def test_a_cost_is_hours_tokens_and_a_price_per_point_of_held_out_reward(tmp_pat
     assert found.points == pytest.approx(25.0)
     rows = dict(found.rows)
     assert rows["points of held-out reward"] == "+25.0"
+    assert float(dict(cost("run", run, Prices(core_hour=1e-6)).rows)["price"]) > 0
     assert rows["price per point"] == format(18 * wall_h / 25, ".3g")
 
 

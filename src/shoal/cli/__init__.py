@@ -28,8 +28,8 @@ FIRST, LOOK, MODELS, MACHINE, MANY = (
     "Begin here", "Look at runs", "Use models", "This machine", "Several machines"
 )  # fmt: skip
 BENCHES = (
-    *("async", "chaos", "cli", "cluster", "engine", "gateway", "hostile", "orchestrator", "packing", "push", "real"),
-    *("rewards", "swarm", "tinker", "trainer", "trl", "view"),
+    *("async", "chaos", "cli", "cluster", "engine", "gateway", "hostile", "links", "memory", "orchestrator", "packing"),
+    *("push", "real", "rewards", "slurm", "swarm", "tinker", "trainer", "trl", "view"),
 )
 """Names of `benchmarks.MODULES`, which an installed package does not have."""
 

@@ -20,6 +20,10 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gpu_hour: float | None = None
 
 
+LEAST_CENT = 0.01
+"""Lowest price that two digits after the point can show."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cost:
     """Expenses of one run so far. Hours are wall-clock hours of the machine's cores and of the run's GPUs."""
@@ -48,7 +52,7 @@ class Cost:
             ("hours the trainer computed", self.trainer_hours, ".3g"),
             ("tokens trained on", self.tokens, ",.0f"),
             ("tokens of dropped groups", self.wasted_tokens, ",.0f"),
-            ("price", self.price, ",.2f"),
+            ("price", self.price, ",.2f" if self.price is None or self.price >= LEAST_CENT else ".2g"),
             ("points of held-out reward", self.points, "+.1f"),
         )
         rows = [(label, "unknown" if value is None else format(value, form)) for label, value, form in each]
