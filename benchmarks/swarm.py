@@ -4,16 +4,20 @@ offers_per_s      frames of about 8 KB per second of one core's time through the
                   signature, sequence, rate, decompression, decoding
 intake_core_share largest share of a core that a node spends in the ingress filter, under any flood
 with_receipt_per_s  offers per second, with the question drawn again from its receipt by a child process
-simulated         one row per size of a swarm whose nodes share and take in one process, on a clock that jumps, with
-                  the real node, trust and strategy: nodes, processor time, external groups taken, bytes per step
+simulated         one row per size of a swarm in one process, on a clock that jumps: nodes, and of each of `WHOLE` among
+                  them, which are the real node with trust and strategy, processor time, calls of functions, external
+                  groups taken, bytes per step. All others send signed offers and wants as often, and read nothing:
+                  a node meets as many peers as in the whole swarm, in a hundredth of the time
 nodes             size of the largest swarm
 bytes_per_step    bytes that one of its nodes sent and read per step
 cpu_s_per_node_hour  processor time of one of its nodes in an hour of simulated time
-growth_exponent   slope of log(cpu_s) over log(nodes) from the smallest swarm to the largest: 1 is linear, 2 quadratic
-quadratic_share   share of the largest swarm's time in the quadratic term of a least-squares fit of a n + b n^2
+growth_exponent   slope of log(calls of all nodes) over log(nodes) over the sizes: 1 is linear, 2 quadratic
+quadratic_share   share of the largest swarm's calls in the quadratic term of a least-squares fit of a n + b n^2
+cpu_growth_exponent, cpu_quadratic_share  the same of processor time, which other work on the machine disturbs
 """
 
 import asyncio
+import cProfile
 import math
 import random
 import tempfile
@@ -35,7 +39,7 @@ from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout, Want, offer_of
 from shoal.swarm.peer import INTAKE_PER_S, Joined
 from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
@@ -47,8 +51,12 @@ FRAME_BYTES = 8192
 UNLIMITED = TrustLimits(rate_per_s=1e9, burst=1e9, newcomers_rate_per_s=1e9, newcomers_burst=1e9, author_burst_s=1e9)
 AUTHORS = 16
 SIZES = (100, 1000, 10_000)
-QUICK_SIZES = (10, 30, 90)
+QUICK_SIZES = (100, 300)
 SIMULATED_S = 40.0
+START_S = 1.8e9
+"""Unix time at which a simulation starts."""
+WHOLE = 100
+"""Nodes of each swarm that are simulated whole."""
 READ_PER_S = 2.0
 """Frames that a simulated node reads per second, however many others there are."""
 STEP_S = 10.0
@@ -69,42 +77,46 @@ def measure(quick: bool) -> Report:
         "simulated": [asdict(one) for one in sizes],
         "nodes": largest.nodes,
         "bytes_per_step": largest.bytes_per_step,
-        "cpu_s_per_node_hour": largest.cpu_s / largest.nodes * 3600 / SIMULATED_S,
-        "growth_exponent": growth_exponent([(one.nodes, one.cpu_s) for one in sizes]),
-        "quadratic_share": quadratic_share([(one.nodes, one.cpu_s) for one in sizes]),
+        "cpu_s_per_node_hour": largest.cpu_s * 3600 / SIMULATED_S,
+        "growth_exponent": growth_exponent([(one.nodes, one.calls * one.nodes) for one in sizes]),
+        "quadratic_share": quadratic_share([(one.nodes, one.calls * one.nodes) for one in sizes]),
+        "cpu_growth_exponent": growth_exponent([(one.nodes, one.cpu_s * one.nodes) for one in sizes]),
+        "cpu_quadratic_share": quadratic_share([(one.nodes, one.cpu_s * one.nodes) for one in sizes]),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Figures of one swarm."""
+    """Figures of one swarm; of each node but for the first."""
 
     nodes: int
     cpu_s: float
-    groups: int
-    """External groups that its nodes took."""
+    calls: float
+    """Calls of functions, counted in a second run."""
+    groups: float
+    """External groups that it took."""
     bytes_per_step: float
-    """Bytes that a node sent and read per step."""
+    """Bytes that it sent and read per step."""
 
 
 def growth_exponent(points: Sequence[tuple[int, float]]) -> float:
-    """Least-squares slope of log(seconds) over log(nodes).
+    """Least-squares slope of log(cost) over log(nodes).
 
     >>> round(growth_exponent([(10, 1.0), (100, 10.0), (1000, 100.0)]), 6)
     1.0
     """
-    return linear_regression([math.log(n) for n, _ in points], [math.log(cpu_s) for _, cpu_s in points]).slope
+    return linear_regression([math.log(n) for n, _ in points], [math.log(cost) for _, cost in points]).slope
 
 
 def quadratic_share(points: Sequence[tuple[int, float]]) -> float:
-    """Share of b n^2 in the largest n, of the fit of seconds = a n + b n^2 by relative least squares; 0 for b < 0.
+    """Share of b n^2 in the largest n, of the fit of cost = a n + b n^2 by relative least squares; 0 for b < 0.
 
     >>> round(quadratic_share([(10, 1.0), (100, 10.0), (1000, 100.0)]), 6)
     0.0
     >>> round(quadratic_share([(1, 2.0), (10, 110.0)]), 6)
     0.909091
     """
-    each = [(n, cpu_s / n) for n, cpu_s in points]  # seconds per node = a + b n
+    each = [(n, cost / n) for n, cost in points]  # per node: a + b n
     fit = linear_regression([n for n, _ in each], [value for _, value in each])
     largest = max(n for n, _ in points)
     return max(0.0, fit.slope * largest / (fit.intercept + fit.slope * largest))
@@ -193,16 +205,49 @@ class _Coins:
         return [Reward(coin(answer)) for answer in answers]
 
 
+Sent = tuple[float, Kind, str, bytes]
+"""Second, kind, author and frame."""
+
+
 def _simulation(count: int) -> Simulated:
     """A swarm of `count` nodes."""
     say(f"{count} simulated nodes")
+    whole = min(count, WHOLE)
+    others = sorted(sent for i in range(whole, count) for sent in _sent_by(i))
+    cpu_s, calls, (groups, steps, moved_bytes) = _cost(whole, others)
+    sending_s, sending_calls, _ = _cost(0, others)  # the others' part of the work is nobody's who is measured
+    per_node = (cpu_s - sending_s) / whole, (calls - sending_calls) / whole
+    return Simulated(count, *per_node, groups / whole, moved_bytes / steps)
+
+
+def _cost(whole: int, others: Sequence[Sent]) -> tuple[float, int, tuple[int, int, int]]:
+    """Processor time of a swarm, calls of functions in a second run of it, and what its nodes did."""
+    counting = cProfile.Profile(builtins=False)
     with tempfile.TemporaryDirectory() as folder:
         began_s = time.process_time()
-        groups, steps, moved_bytes = run_virtual(_swarm(count, Path(folder)))
-        return Simulated(count, time.process_time() - began_s, groups, moved_bytes / steps)
+        found = run_virtual(_swarm(whole, others, Path(folder)))
+        cpu_s = time.process_time() - began_s
+    with tempfile.TemporaryDirectory() as folder, counting:
+        run_virtual(_swarm(whole, others, Path(folder)))
+    return cpu_s, sum(entry.callcount for entry in counting.getstats()), found
 
 
-async def _swarm(count: int, folder: Path) -> tuple[int, int, int]:
+def _sent_by(i: int) -> list[Sent]:
+    """All that a node sends which is not simulated whole, signed before the clock starts."""
+    identity, begins_s = Identity.fresh(), STEP_S * random.Random(i).random()
+    signer = Signer(identity, "reef", session=1)
+    want, sent = wire.encode(Want((("coins", 0.5),))), list[Sent]()
+    for step in range(int((SIMULATED_S - begins_s) / STEP_S) + 1):
+        at_s = begins_s + STEP_S * step
+        group = _own_group(i, step)
+        claim = Claim(group.task.service, group.task.messages[-1].content, group.task.answer)
+        offer = wire.encode(offer_of(group, claim, "model", START_S + at_s))
+        for kind, payload in ((Kind.OFFER, offer), (Kind.WANT, want)):
+            sent.append((at_s, kind, identity.peer_id, signer.frame(kind, payload, START_S + at_s)))
+    return sent
+
+
+async def _swarm(count: int, others: Sequence[Sent], folder: Path) -> tuple[int, int, int]:
     """External groups taken, steps made, and bytes sent and read, of all nodes together."""
     swarm = MemorySwarm()
     exchanges = [_Counted(swarm) for _ in range(count)]
@@ -210,12 +255,22 @@ async def _swarm(count: int, folder: Path) -> tuple[int, int, int]:
     made = Counter[int]()
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(node.run()) for node in nodes]
-        steps = [tasks.create_task(_steps(node, i, made)) for i, node in enumerate(nodes)]
+        running += [tasks.create_task(_steps(node, i, made)) for i, node in enumerate(nodes)]
+        running.append(tasks.create_task(_send(swarm, others)))
         await asyncio.sleep(SIMULATED_S)
-        for task in (*running, *steps):
+        for task in running:
             task.cancel()
     moved_bytes = sum(exchange.moved_bytes for exchange in exchanges)
     return sum(node.tally.taken for node in nodes), made.total(), moved_bytes
+
+
+async def _send(swarm: MemorySwarm, others: Sequence[Sent]) -> None:
+    """Sends each frame at its time, those of a tenth of a second together."""
+    loop = asyncio.get_running_loop()
+    for at_s, kind, author, frame in others:
+        if at_s > loop.time():
+            await asyncio.sleep(at_s - loop.time() + 0.1)
+        swarm.put(kind, author, frame)
 
 
 class _Counted(MemoryExchange):
@@ -245,7 +300,7 @@ def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
         Identity.fresh(),
         folder,
         Config(seed=i, tasks=[TaskConfig(name="coins")], swarm=SwarmConfig(external_groups=2)),
-        clock=lambda: 1.8e9 + loop.time(),
+        clock=lambda: START_S + loop.time(),
         timer=lambda: 0.0,
         frames_per_s=READ_PER_S,
     )

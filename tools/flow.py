@@ -110,15 +110,17 @@ swarm.peer:Peer._listen
 swarm.node:Node._verify
   swarm.pending:PendingOffers.next
   swarm.node:Node._verify_offer
-    swarm.claim_verification:OwnTasks.task
-    swarm.encoding:encode_offer
+    swarm.offer_reading:OfferReader.read
+      swarm.claim_verification:OwnTasks.task
+      swarm.encoding:encode_offer
     reward.service:RewardService.score
   swarm.node:Node._settle
     swarm.trust:IngressFilter.refuse
     swarm.trust:IngressFilter.praise
 run.loop:TrainLoop._step
   swarm.node:Node.choose
-    swarm.strategy:apply_taker
+    swarm.node:Node._choose
+      swarm.strategy:apply_taker
   run.loop:TrainLoop._external_groups
     swarm.node:Node.take
       swarm.encoding:rollouts_of

@@ -182,6 +182,7 @@ Spec: TypeAlias = (
 )
 NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in get_args(Spec))
 TRUTH_NEEDED = (Exact, Contains, Number, Math)
+PROMPT = (Exact, Contains, Length)
 
 
 class UnitTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -260,6 +261,11 @@ def leaves(spec: Spec) -> Iterator[Spec]:
 def is_confined(spec: Spec) -> bool:
     """True if strangers' words may reach this checker: it is no function of the user's, and no model that costs."""
     return not any(isinstance(leaf, Function | LLMJudge) for leaf in leaves(spec))
+
+
+def is_prompt(spec: Spec) -> bool:
+    """True if no answer can keep this checker busy: it compares texts and counts what is in them."""
+    return all(isinstance(leaf, PROMPT) for leaf in leaves(spec))
 
 
 def needs_truth(spec: Spec) -> bool:

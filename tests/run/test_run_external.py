@@ -47,7 +47,7 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
 
     async def main() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
-        parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=None)
+        parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=None, run_dir=tmp_path)
         loop = TrainLoop(parts, first_step=0, version=0)
         own = [group(f"own{i}", OWN) for i in range(4)]
         rows_of, _ = loop._rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], 0)

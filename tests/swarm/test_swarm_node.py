@@ -5,12 +5,17 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from chat_templates import ANSWERING, renderer_of
+from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
 from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.node import MOST_TAKEN, NEED_DECAY, STATUS_PEERS, Node
+from shoal.swarm.external import NEED_DECAY
+from shoal.swarm.node import MOST_TAKEN, STATUS_PEERS, Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust import IngressFilter, VerifiedMessage
@@ -24,7 +29,10 @@ NOW_S = 1.8e9
 class ExactScorer:
     """A `Scorer` that compares."""
 
+    calls = 0
+
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        self.calls += 1
         return [Reward(float(answer == task.answer)) for answer in answers]
 
 
@@ -38,9 +46,11 @@ def rolled_out(task: Task, said: dict[str, float], reason: FinishReason = Finish
     return Group("g", task, tuple(rollouts), 0)
 
 
-def made(folder: Path, service: JsonlService, config: Config, hub: MemorySwarm) -> Node:
+def made(
+    folder: Path, service: JsonlService, config: Config, hub: MemorySwarm, scorer: ExactScorer | None = None
+) -> Node:
     joined = Joined(hub.join(), OwnTasks([service]), Identity.fresh(), folder, config, clock=lambda: NOW_S)
-    return Node(joined, ExactScorer(), renderer_of(ANSWERING["qwen3"]), 256)
+    return Node(joined, scorer or ExactScorer(), renderer_of(ANSWERING["qwen3"]), 256)
 
 
 def letters_in(folder: Path) -> TaskConfig:
@@ -100,3 +110,38 @@ def test_uses_of_forgotten_authors_are_forgotten_at_a_bound(tmp_path: Path) -> N
     uses["one more"] = 1
     node.choose()
     assert node._author_uses == {"known": 3}
+
+
+@pytest.mark.parametrize(("take", "least", "most"), [("uniform", 4, 4), ("trusted", 1, 2)])
+def test_uniform_has_no_cap_on_newcomers_and_a_step_waits_for_its_groups(
+    tmp_path: Path, take: str, least: int, most: int
+) -> None:
+    letters = letters_in(tmp_path)
+    service, hub, scorer = JsonlService(letters, 0), MemorySwarm(), ExactScorer()
+    config = Config(tasks=[letters], swarm=SwarmConfig(external_groups=4, take=take, wait_s=60.0))
+    node = made(tmp_path, service, config, hub, scorer)
+    node._newcomer_rest = 0.0  # of `trusted`: here its share counts, not its pace
+    tasks = [task for _, task in zip(range(4), service.tasks(Split.TRAIN), strict=False)]
+
+    async def main() -> None:
+        running = asyncio.ensure_future(node.run())
+        assert node.choose() == 0
+        taking = asyncio.ensure_future(node.take(0, logprobs))  # nothing is there yet
+        for task in tasks:
+            assert not taking.done()
+            author = Identity.fresh()  # whom nobody knows
+            claim, answers = await node._own.claim(task), (OfferedRollout(task.answer or ""), OfferedRollout("?"))
+            offer = wire.encode(Offer(claim, answers, GeneratorKind.FROZEN, "model", NOW_S))
+            hub.put(Kind.OFFER, author.peer_id, Signer(author, "reef", 1).frame(Kind.OFFER, offer, NOW_S))
+        groups = await taking
+        assert least <= len(groups) <= most
+        assert node.tally.missing == 4 - len(groups)
+        assert scorer.calls == 4  # a checker that no answer can keep busy gets a group at once
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-1.0] * (len(row) - 1) for row in rows]

@@ -19,14 +19,14 @@ from shoal.config.presets import set_preset
 from shoal.config.section import Section as Section
 from shoal.config.settings import EMBEDDED
 from shoal.config.settings import Config as Config
-from shoal.config.settings import Credit as Credit
 from shoal.config.settings import EngineConfig as EngineConfig
 from shoal.config.settings import MetricsConfig as MetricsConfig
 from shoal.config.settings import ModelConfig as ModelConfig
 from shoal.config.settings import RewardConfig as RewardConfig
 from shoal.config.settings import StageConfig as StageConfig
-from shoal.config.settings import SwarmConfig as SwarmConfig
 from shoal.config.settings import TaskConfig as TaskConfig
+from shoal.config.swarm import Credit as Credit
+from shoal.config.swarm import SwarmConfig as SwarmConfig
 from shoal.config.training import LOSSES
 from shoal.config.tree import MOST_LEVELS, checked, place_of
 from shoal.errors import ConfigError

@@ -40,6 +40,7 @@ class Kind(StrEnum):
 
     OFFER = "offer"
     WANT = "want"
+    SCORES = "scores"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,13 @@ node's own records: a peer chooses texts, never their weight.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from statistics import fmean
 
 from shoal.config import Credit
-from shoal.types import Group, Rollout, Sample
+from shoal.types import External, Group, Reward, Rollout, Sample
 
+NEED_DECAY = 0.95
+"""Weight of the past in the mean reward and mean logprob of a task, per own group."""
 LEAST_DEVIATION = 0.25
 """Smallest deviation to divide by, for a skill near 0 or 1: no single answer weighs more than four."""
 
@@ -24,6 +27,8 @@ def external_rows(group: Group, rows: Sequence[Sample], credit: Credit) -> tuple
 
         *_drop    leaves them out; their tokens still count in the loss's denominator
         *_weight  multiplies them with `own_likelihood`
+
+    A lesson's advantages are its teacher's (`teaching`), whatever the credit.
     """
     finished = group.finished
     return tuple(_weighed(row, finished[i % len(finished)], credit) for i, row in enumerate(rows))
@@ -31,6 +36,9 @@ def external_rows(group: Group, rows: Sequence[Sample], credit: Credit) -> tuple
 
 def _weighed(row: Sample, rollout: Rollout, credit: Credit) -> Sample:
     advantages = row.advantages
+    if rollout.external is not None and rollout.external.advantages:
+        taught = iter(rollout.external.advantages)
+        return replace(row, advantages=tuple(next(taught) if sampled else 0.0 for sampled in row.mask))
     if rollout.external is not None and rollout.external.skill is not None:
         against = skill_advantage(rollout.reward.value, rollout.external.skill)
         advantages = tuple(against if sampled else 0.0 for sampled in row.mask)
@@ -59,3 +67,40 @@ def own_likelihood(rollout: Rollout) -> float:
     own = math.fsum(lp for turn in rollout.turns for lp in turn.completion.logprobs)
     usual = 0.0 if rollout.external is None else rollout.external.usual_logprob
     return math.exp(min(0.0, own / max(1, rollout.sampled_tokens) - usual))
+
+
+class OwnRecord:
+    """A node's means over its own groups, by task: what peers' answers are compared with."""
+
+    def __init__(self, credit: Credit) -> None:
+        self.rewards: dict[str, float] = {}
+        """Mean reward of each task."""
+        self._logprobs: dict[str, float] = {}  # nats per token sampled here, of each task
+        self._by_skill = credit.startswith("skill")
+
+    def add(self, group: Group) -> None:
+        """Adds a finished own group."""
+        service, rewards = group.task.service, [rollout.reward.value for rollout in group.finished]
+        if rewards:
+            _average(self.rewards, service, fmean(rewards))
+        sampled = [lp for rollout in group.finished for turn in rollout.turns for lp in turn.completion.logprobs]
+        if sampled:
+            _average(self._logprobs, service, fmean(sampled))
+
+    def skill(self, service: str) -> float | None:
+        """Mean own reward in a service's tasks, if `credit` compares with it; 0.5 before any."""
+        return self.rewards.get(service, 0.5) if self._by_skill else None
+
+    def external(self, service: str) -> External:
+        """Own record of a service's tasks; the logprob is the mean of all tasks where the service has none."""
+        usual = self._logprobs.get(service, fmean(self._logprobs.values()) if self._logprobs else 0.0)
+        return External(self.skill(service), usual)
+
+    def compared(self, service: str, rewards: Sequence[Reward]) -> tuple[float, ...]:
+        """Rewards to test for variance: the group's, plus this node's mean reward when `credit` compares with it."""
+        skill = self.skill(service)
+        return (*(reward.value for reward in rewards), *(() if skill is None else (skill,)))
+
+
+def _average(means: dict[str, float], service: str, value: float) -> None:
+    means[service] = NEED_DECAY * means.get(service, value) + (1 - NEED_DECAY) * value

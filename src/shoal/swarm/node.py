@@ -5,8 +5,8 @@
     share    consumes own groups chosen for sharing; waits for the exchange; drops the oldest while it is away
     report   sends this node's wants now and then, and writes status.json
 
-The training run asks for groups and never waits for them: ready offers are chosen at once, and only their logprobs
-under the node's own weights remain to be computed.
+The training run asks for groups and waits for them only as long as `swarm.wait_s` says, not at all by default: ready
+offers are chosen at once, and only their logprobs under the node's own weights remain to be computed.
 
 Each loop is bounded in memory and time. `listen` reads `INTAKE_PER_S` frames a second at most. `verify` rests as long
 as it works, and newcomers wait longer for their next turn. Answers taken before are not taken again. An offer counts
@@ -21,8 +21,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -30,16 +29,18 @@ from shoal import wire
 from shoal.errors import TaskError, WireError
 from shoal.interfaces import Logprobs, Renderer, Scorer
 from shoal.swarm.contents import Contents
-from shoal.swarm.encoding import ReadyOffer, encode_offer, rollouts_of
+from shoal.swarm.encoding import ReadyOffer, rollouts_of
 from shoal.swarm.envelope import Kind
+from shoal.swarm.external import NEED_DECAY, OwnRecord
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
-from shoal.swarm.offer import MAX_WANTED, TEXT, Course, Offer, OfferedRollout, Want, offer_of, without_thought
+from shoal.swarm.offer import MAX_WANTED, Offer, Scores, Want, offer_of
+from shoal.swarm.offer_reading import OfferReader
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, Peer, PeerCounts, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
-from shoal.swarm.questions_of_peers import has_peers_truth
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
+from shoal.swarm.teaching import Lesson, teaching_of
 from shoal.swarm.trust import LIES, Reason, Recent, VerifiedMessage
-from shoal.types import External, Group, Origin, Reward, RewardStatus, seed_for
+from shoal.types import Group, Origin, seed_for
 
 NEWCOMER_REST = 4.0
 """Rest of newcomers after a newcomer's offer, relative to its time: a crowd of liars takes a fifth of the time.
@@ -52,8 +53,6 @@ MOST_TAKEN = 1 << 17
 READY_PER_GROUP = 8
 """Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
 OUTBOX = 64
-NEED_DECAY = 0.95
-"""Weight of the past in the mean reward and mean logprob of a task, per own group."""
 STATUS_PEERS = 256
 """Peers in the status: the most taken."""
 
@@ -63,6 +62,10 @@ class NodeCounts(PeerCounts):
     """Counts since the start of a node."""
 
     taken: int = 0
+    lessons: int = 0
+    """Own groups trained once more by a teacher's scores; they count as taken."""
+    scored: int = 0
+    """Groups of peers scored for their authors."""
     missing: int = 0
     """Groups that steps wanted and did not get."""
 
@@ -90,12 +93,10 @@ class Node(Peer):
         super().__init__(joined)
         config, settings = joined.config, joined.config.swarm
         self.tally: NodeCounts = NodeCounts()
-        self._scorer, self._settings, self._threads = scorer, settings, threads
-        self._renderer, self._max_model_len = renderer, max_model_len
+        self._settings = settings
         self._model = Path(config.model.path).name or "model"
         self._thoughts = settings.thoughts == "keep"
         self._newcomer_rest = 0.0 if settings.take == "uniform" else NEWCOMER_REST
-        self._most_answers = max(config.rollout.group_size, 2)
         self._split: AdaptiveSplit | None = None
         if settings.external_groups == "adaptive":
             groups = config.train.groups_per_step
@@ -105,6 +106,12 @@ class Node(Peer):
         else:
             self._most_wanted = settings.external_groups
         self._rng = random.Random(seed_for("swarm", config.seed, self.peer_id))
+        answers = max(config.rollout.group_size, 2)
+        self._reader = OfferReader(
+            joined.own, scorer, renderer, max_model_len, answers, self._rng, self._thoughts, threads
+        )
+        self._teaching = teaching_of(self.peer_id, renderer, self._most_wanted) if settings.teach else None
+        self._lessons: list[Lesson] = []
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._pending = PendingOffers()
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
@@ -115,46 +122,55 @@ class Node(Peer):
         self._taken.update((group.origin.message_id, None) for group in trained if group.origin)
         self._contents = Contents(trained)
         self._author_uses: Counter[str] = Counter()
-        self._outbox: asyncio.Queue[tuple[Group, float]] = asyncio.Queue(OUTBOX)
-        self._rewards: dict[str, float] = {}
-        self._logprobs: dict[str, float] = {}  # nats per token sampled here, of each task
+        self._outbox: asyncio.Queue[tuple[Group | Scores, float]] = asyncio.Queue(OUTBOX)
+        self._record = OwnRecord(settings.credit)
         self._supplied = 0
         self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
-        self._work = asyncio.Event()
+        self._work, self._arrived = asyncio.Event(), asyncio.Event()
         self._before = self._totals()
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
         service, rewards = group.task.service, tuple(rollout.reward.value for rollout in group.finished)
-        if rewards:
-            _average(self._rewards, service, fmean(rewards))
-        sampled = [lp for rollout in group.finished for turn in rollout.turns for lp in turn.completion.logprobs]
-        if sampled:
-            _average(self._logprobs, service, fmean(sampled))
+        self._record.add(group)
         size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
         now_s, steady_s = self._clock(), asyncio.get_running_loop().time()
-        if not self._sharer(Own(service, rewards, size), self._wanted(), steady_s):
-            return
+        if self._sharer(Own(service, rewards, size), self._wanted(), steady_s):
+            self._send_soon(group, now_s)
+
+    def _send_soon(self, content: Group | Scores, made_s: float) -> None:
+        """Queues what is to be sent; the oldest makes room."""
         if self._outbox.full():
             self._outbox.get_nowait()
             self.tally.unsent += 1
-        self._outbox.put_nowait((group, now_s))
+        self._outbox.put_nowait((content, made_s))
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
         """Encodes the chosen offers as groups under the weights being trained; `version` is their newest Version."""
         if self._chosen is None:
-            self.choose()
+            await self._enough()
+            self._choose()
         chosen, self._chosen = self._chosen or [], None
-        if not chosen:
+        lessons, self._lessons = self._lessons, []
+        asked = self._teaching.asked() if self._teaching else []
+        sources = [*(one.source for one in chosen), *(one.source for one in lessons), *(one.source for one in asked)]
+        if not sources:
             return []
-        own = iter(await logprobs([row for ready in chosen for row in ready.source.rows]))
+        own = iter(await logprobs([row for source in sources for row in source.rows]))
         groups = []
         for ready in chosen:
-            source, message = ready.source, ready.message
-            rollouts = rollouts_of(source, ready.rewards, own, version, self._external(source.task.service))
+            message, source, external = ready.message, ready.source, self._record.external(ready.source.task.service)
+            rollouts = rollouts_of(source, ready.rewards, own, version, external)
             origin = Origin(message.peer_id, message.id)
             groups.append(Group(f"{message.id}/{ready.uses}", source.task, rollouts, version, origin))
+        if self._teaching is not None:
+            for lesson in lessons:
+                external = self._record.external(lesson.group.task.service)
+                groups.append(self._teaching.trained(lesson, own, version, external))
+            for scores in filter(None, [self._teaching.scores(one, own) for one in asked]):
+                self._send_soon(scores, self._clock())
         self.tally.taken += len(groups)
+        self.tally.lessons += len(lessons)
         return groups
 
     def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
@@ -183,6 +199,7 @@ class Node(Peer):
     def _totals(self) -> dict[str, int]:
         return {
             "external_missing": self.tally.missing,
+            **({"lessons": self.tally.lessons, "offers_scored": self.tally.scored} if self._teaching else {}),
             "offers_shared": self.tally.shared,
             "offers_admitted": self.ingress.admitted,
             "offers_refused": self.ingress.refused.total() - self.ingress.refused[Reason.OWN],
@@ -225,6 +242,14 @@ class Node(Peer):
             self.ingress.refuse(crowded_out, Reason.CROWDED)
         self._work.set()
 
+    def _hear(self, message: VerifiedMessage, scores: Scores) -> None:
+        if self._teaching is not None:
+            reason = self._teaching.hear(message, scores, self._record.rewards.get)
+            if reason is None:
+                self._arrived.set()
+            else:
+                self.ingress.refuse(message.peer_id, reason)
+
     async def _verify(self) -> None:
         """Verifies pending offers until enough are ready."""
         loop = asyncio.get_running_loop()
@@ -240,7 +265,7 @@ class Node(Peer):
                     async with asyncio.timeout(wait_s):
                         await self._work.wait()
                 continue
-            message, content = self._pending.pop(key)
+            message, content = self._pending.remove(key)
             was_newcomer, began_s = self.ingress.is_newcomer(message.peer_id), time.monotonic()
             found = await self._verify_offer(message, content)
             took_s = time.monotonic() - began_s
@@ -266,63 +291,63 @@ class Node(Peer):
             if self._contents.take(source.task, source.answers, message.peer_id, now_s):
                 self.ingress.praise(message.peer_id)
             self._ready.append(found)
+            self._arrived.set()
 
     async def _verify_offer(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
-        """Checks in order of cost: draws the question again, encodes the text, scores the answers."""
+        """Checks in order of cost; what is read and scored is this node's own account of the offer."""
         if message.peer_id in self.ingress.banned:
             return Reason.BANNED
         if message.sent_s < self._clock() - self.fresh_s:
             return Reason.STALE
-        task = await self._own.task(content.claim) if content.answers == TEXT else Reason.OTHER_MODALITY
-        if isinstance(task, Reason):
-            return task
-        if has_peers_truth(task):  # the metadata is verified: the checker accepts its own truth
-            (own,) = await self._scorer.score(task, [task.answer or ""])
-            if own.status is not RewardStatus.SCORED or own.value < 1:
-                return Reason.UNSCORED
-        if len(content.rollouts) > self._most_answers:
-            content = replace(content, rollouts=tuple(self._rng.sample(content.rollouts, self._most_answers)))
-        courses = list[tuple[OfferedRollout, Course]]()
-        for rollout in content.rollouts if self._thoughts else map(without_thought, content.rollouts):
-            course = await self._own.course(content.claim, task, rollout)
-            if isinstance(course, Reason):
-                return course
-            courses.append((rollout, course))
-        encode = partial(encode_offer, courses, task, self._renderer, self._max_model_len)
-        source, refused = await asyncio.to_thread(encode) if self._threads else encode()
-        if len(source.kept) < (2 if self._skill(task.service) is None else 1):
+        read = await self._reader.read(content)
+        if isinstance(read, Reason):
+            return read
+        source, refused = read
+        if len(source.kept) < (2 if self._record.skill(source.task.service) is None else 1):
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.ingress.refused.update(refused)
         since_s = asyncio.get_running_loop().time() - self.fresh_s
-        if self._contents.repeats(task, source.answers, message.peer_id, since_s):
+        if self._contents.repeats(source.task, source.answers, message.peer_id, since_s):
             return Reason.REPEATED
-        rewards: tuple[Reward, ...] = ()
-        for one in source.kept:  # one at a time: at most one hangs
-            reward = one.course.reward
-            if reward is None:
-                (reward,) = await self._scorer.score(task, [one.course.answer or one.offered.text])
-            if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
-                return Reason.HANGS
-            if reward.status is not RewardStatus.SCORED:
-                return Reason.UNSCORED
-            rewards += (reward,)
-        if not differ(self._compared_rewards(task.service, rewards)):
+        rewards = await self._reader.score(source)
+        if isinstance(rewards, Reason):
+            return rewards
+        if self._teaching is not None:
+            own = self._record.rewards.get(source.task.service)
+            self._teaching.measure(message.peer_id, content.claim.question, source, rewards, own)
+        if not differ(self._record.compared(source.task.service, rewards)):
             return Reason.UNINFORMATIVE
         return ReadyOffer(message, source, rewards)
 
     def choose(self) -> int:
         """Chooses the next step's offers by the taker; those used up leave the store.
 
-        Returns the number of own groups whose places they take: none without an adaptive split.
+        Returns the number of own groups whose places they take: none without an adaptive split. A step that waits for
+        its groups chooses them when it takes them.
         """
+        if self._settings.wait_s and self._split is None:
+            return 0
+        return self._choose()
+
+    async def _enough(self) -> None:
+        """Waits until as many offers are ready as a step wants, for `swarm.wait_s` at most."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._settings.wait_s):
+                while self.ready + (self._teaching.ready if self._teaching else 0) < self._most_wanted:
+                    self._arrived.clear()
+                    await self._arrived.wait()
+
+    def _choose(self) -> int:
         wanted = self._split.external if self._split else self._most_wanted
         self._drop_useless()
-        now_s = self._clock()
+        if self._teaching is not None:
+            self._lessons += self._teaching.take(wanted - len(self._lessons), self.ingress.banned)
+        now_s, offers = self._clock(), wanted - len(self._lessons)
         candidates = [
             Candidate(
                 peer_id=(peer_id := ready.message.peer_id),
                 service=(service := ready.source.task.service),
-                rewards=self._compared_rewards(service, ready.rewards),
+                rewards=self._record.compared(service, ready.rewards),
                 age_s=max(0.0, now_s - ready.message.sent_s),
                 uses=ready.uses,
                 author_uses=self._author_uses[peer_id],
@@ -331,7 +356,7 @@ class Node(Peer):
             )
             for ready in self._ready
         ]
-        chosen = [self._ready[i] for i in apply_taker(self._taker, candidates, wanted, self._rng)]
+        chosen = [self._ready[i] for i in apply_taker(self._taker, candidates, offers, self._rng)]
         for ready in chosen:
             ready.uses += 1
             self._author_uses[ready.message.peer_id] += 1
@@ -339,23 +364,9 @@ class Node(Peer):
             self._author_uses = Counter({author: self._author_uses[author] for author in self.ingress.peers})
         self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
         self._work.set()
-        self.tally.missing += wanted - len(chosen)
+        self.tally.missing += offers - len(chosen)
         self._chosen = chosen
-        return len(chosen) if self._split else 0
-
-    def _skill(self, service: str) -> float | None:
-        """Mean own reward in a service's tasks, if `credit` compares with it; 0.5 before any."""
-        return self._rewards.get(service, 0.5) if self._settings.credit.startswith("skill") else None
-
-    def _external(self, service: str) -> External:
-        """Own record of a service's tasks; the logprob is the mean of all tasks where the service has none."""
-        usual = self._logprobs.get(service, fmean(self._logprobs.values()) if self._logprobs else 0.0)
-        return External(self._skill(service), usual)
-
-    def _compared_rewards(self, service: str, rewards: Sequence[Reward]) -> tuple[float, ...]:
-        """Rewards to test for variance: the group's, plus this node's mean reward when `credit` compares with it."""
-        skill = self._skill(service)
-        return (*(reward.value for reward in rewards), *(() if skill is None else (skill,)))
+        return len(chosen) + len(self._lessons) if self._split else 0
 
     def _drop_useless(self) -> None:
         """Drops ready offers that are too old or of banned peers."""
@@ -369,20 +380,21 @@ class Node(Peer):
 
     async def _share(self) -> None:
         while True:
-            group, made_s = await self._outbox.get()
+            content, made_s = await self._outbox.get()
             try:
-                claim = await self._own.claim(group.task)
-                await self._share_offer(offer_of(group, claim, self._model, made_s, thoughts=self._thoughts))
+                if isinstance(content, Scores):
+                    self.tally.scored += await self._send(Kind.SCORES, wire.encode(content), made_s + self.fresh_s)
+                    continue
+                claim = await self._own.claim(content.task)
+                if self._teaching is not None:
+                    self._teaching.share(claim.question, content)
+                await self._share_offer(offer_of(content, claim, self._model, made_s, thoughts=self._thoughts))
             except (TaskError, WireError, ValueError):
                 self.tally.unsent += 1
 
     async def _periodic(self) -> None:
         """Sends this node's wants."""
-        needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
+        needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._record.rewards.items())
         if needs and self.connected:
             want = wire.encode(Want(needs[:MAX_WANTED]))
             await self._send(Kind.WANT, want, self._clock() + RETRY_S)
-
-
-def _average(means: dict[str, float], service: str, value: float) -> None:
-    means[service] = NEED_DECAY * means.get(service, value) + (1 - NEED_DECAY) * value

@@ -18,7 +18,7 @@ most `TrustLimits.authors`, push out the longest silent.
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 from shoal import wire
 from shoal.errors import WireError
 from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
-from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Want
+from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Scores, Want
 from shoal.types import Task
 
 PRIOR = 1.0
@@ -42,6 +42,7 @@ MOST_RATED = 4096
 WINDOW = 256
 """Sequence numbers below the highest that may still arrive, out of order."""
 
+PAYLOADS: Mapping[Kind, type[Offer | Want | Scores]] = {Kind.OFFER: Offer, Kind.WANT: Want, Kind.SCORES: Scores}
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -88,6 +89,7 @@ class Reason(StrEnum):
     REPEATED = "said before"
     """Offer whose answers were all taken before under any name, or that follows its author's last too soon."""
     UNINFORMATIVE = "nothing to learn"
+    NO_BETTER = "scored by no better node"
     STALE = "not fresh any more"
     CROWDED = "no room"
 
@@ -144,7 +146,7 @@ class VerifiedMessage:
     id: str
     """Id, unique among all messages that are ever admitted."""
     sent_s: float
-    content: Offer | Want
+    content: Offer | Want | Scores
 
 
 @dataclass(slots=True)
@@ -298,8 +300,7 @@ class IngressFilter:
             return found
         began_s = self._timer()
         try:
-            type_: type[Offer | Want] = Offer if found.kind is Kind.OFFER else Want
-            content = wire.decode(payload_of(found), type_, MAX_PAYLOAD_BYTES)
+            content = wire.decode(payload_of(found), PAYLOADS[found.kind], MAX_PAYLOAD_BYTES)
         except WireError:
             self.refuse(found.peer_id, Reason.BAD_BODY)
             return Reason.BAD_BODY

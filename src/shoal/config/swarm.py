@@ -1,0 +1,72 @@
+"""Section `[swarm]`: sharing with other nodes."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+
+from shoal.config.section import Section
+
+Credit: TypeAlias = Literal["group", "group_drop", "group_weight", "skill", "skill_drop", "skill_weight"]
+"""Baseline of peers' answers, and the treatment of negative advantages."""
+
+
+class SwarmConfig(Section):
+    """Sharing rollouts with other nodes (SAPO); without servers the node is alone."""
+
+    servers: list[str] = Field([], description="nats://HOST:PORT or tls://HOST:PORT; any of them will do.")
+    name: str = Field("reef", description="Name of the swarm; a node reads frames of its swarm only.")
+    external_groups: Annotated[int, Field(ge=0, le=4096)] | Literal["adaptive"] = Field(
+        0,
+        description="Groups of peers that a step trains besides its own (J), fewer when fewer are there; adaptive: in "
+        "place of its own, up to three quarters, as many as peers supply and while rewards are calm.",
+    )
+    share: str = Field(
+        "all",
+        description="Own groups shared: all, informative, budget:N (bytes/s), demand or module:function.",
+    )
+    take: str = Field(
+        "trusted",
+        description="Peers' groups taken: uniform (as in SAPO), usable, rewarding, diverse, trusted (newcomers have "
+        "15 % at most) or module:function.",
+    )
+    credit: Credit = Field(
+        "group_weight",
+        description="Baseline of peers' answers: their group, or the node's own mean in such tasks (skill); "
+        "negative advantages as they are (as in SAPO), 0 (drop), or scaled by the text's likelihood (weight).",
+    )
+    datasets: Literal["mine", "any"] | list[str] = Field(
+        "mine",
+        description="Procedural tasks taken of peers: the node's own tasks with its own settings (mine); any "
+        "dataset with the peer's settings; or these datasets.",
+    )
+    checkers: list[Literal["exact", "number", "math", "regex", "code"]] = Field(
+        [], description="Checkers with which peers' questions are taken that this node has not; truths are the peers'."
+    )
+    packages: list[str] = Field(
+        [], description="Task packages of peers that are taken besides those of the node's own tasks: NAME@DIGEST."
+    )
+    thoughts: Literal["keep", "strip"] = Field(
+        "keep", description="Thoughts before answers, in what the node shares and in what it takes."
+    )
+    draw_s: float = Field(
+        5.0, gt=0, description="Seconds in which a peer's question must be drawn again, or a conversation played."
+    )
+    draw_characters: int = Field(
+        8000, ge=1, description="Length of question and truth up to which a peer's own settings are taken."
+    )
+    attachment_bytes: int = Field(
+        65536, ge=1, le=262144, description="Size up to which images and other attachments of peers are fetched."
+    )
+    teach: bool = Field(
+        False,
+        description="Scores peers' answers under the node's own model, and learns from the scores of whoever is better "
+        "at a task (on-policy distillation, any tokenizer). Lessons count among `external_groups`.",
+    )
+    wait_s: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds that a step waits for its groups of peers; 0 takes what is there. A node whose steps are "
+        "faster than the machine verifies offers trains on fewer of them.",
+    )
+    fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
+    reuse: int = Field(1, ge=1, description="Number of times that one group of a peer may be trained.")

@@ -1,0 +1,89 @@
+"""A node reads a peer's offer as answers to a task of its own, and scores them.
+
+Checks run in order of cost: the question is drawn again, conversations are played again, the text is encoded, the
+answers are scored. An answer that hangs costs one deadline and ends the reading. Checkers that cannot hang get the
+whole group at once: eight answers one by one take twenty times as long.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from shoal.checker import is_prompt, task_spec
+from shoal.errors import TaskError
+from shoal.interfaces import Renderer, Scorer
+from shoal.swarm.encoding import Encoded, EncodedRollout, encode_offer
+from shoal.swarm.offer import TEXT, Course, Offer, OfferedRollout, without_thought
+from shoal.swarm.questions_of_peers import has_peers_truth
+from shoal.swarm.trust import Reason, Recogniser
+from shoal.types import Reward, RewardStatus, Task
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReader:
+    """Reads offers with a node's own tasks, tokenizer and scorer."""
+
+    own: Recogniser
+    scorer: Scorer
+    renderer: Renderer
+    max_model_len: int
+    """Tokens of the longest row."""
+    most_answers: int
+    """Answers of an offer that count; of more, as many are chosen at random."""
+    rng: random.Random
+    thoughts: bool = True
+    threads: bool = True
+    """Whether long texts are encoded in a thread: a virtual clock knows nothing of threads."""
+
+    async def read(self, content: Offer) -> tuple[Encoded, Counter[Reason]] | Reason:
+        """The answers that this node can read, and the refusals of the others; or why there is no such task."""
+        task = await self.own.task(content.claim) if content.answers == TEXT else Reason.OTHER_MODALITY
+        if isinstance(task, Reason):
+            return task
+        if has_peers_truth(task):  # the metadata is verified: the checker accepts its own truth
+            (own,) = await self.scorer.score(task, [task.answer or ""])
+            if own.status is not RewardStatus.SCORED or own.value < 1:
+                return Reason.UNSCORED
+        if len(content.rollouts) > self.most_answers:
+            content = replace(content, rollouts=tuple(self.rng.sample(content.rollouts, self.most_answers)))
+        courses = list[tuple[OfferedRollout, Course]]()
+        for rollout in content.rollouts if self.thoughts else map(without_thought, content.rollouts):
+            course = await self.own.course(content.claim, task, rollout)
+            if isinstance(course, Reason):
+                return course
+            courses.append((rollout, course))
+        encode: Callable[[], tuple[Encoded, Counter[Reason]]]
+        encode = partial(encode_offer, courses, task, self.renderer, self.max_model_len)
+        return await asyncio.to_thread(encode) if self.threads else encode()
+
+    async def score(self, source: Encoded) -> tuple[Reward, ...] | Reason:
+        """One reward for each answer, by this node's own scorer; or why the offer does not count."""
+        at_once = _has_prompt_checker(source.task) and all(one.course.reward is None for one in source.kept)
+        rewards = await self._scored(source.task, source.kept) if at_once else ()
+        for one in source.kept[len(rewards) :]:
+            rewards += (one.course.reward,) if one.course.reward else await self._scored(source.task, [one])
+            if _fault(rewards[-1]) is not None:
+                break
+        return next((fault for fault in map(_fault, rewards) if fault is not None), rewards)
+
+    async def _scored(self, task: Task, kept: Sequence[EncodedRollout]) -> tuple[Reward, ...]:
+        answers = [one.offered.text if one.course.answer is None else one.course.answer for one in kept]
+        return tuple(await self.scorer.score(task, answers))
+
+
+def _has_prompt_checker(task: Task) -> bool:
+    """Whether a checker scores the task that no answer can keep busy; of a task without a checker nothing is known."""
+    with contextlib.suppress(TaskError):
+        return is_prompt(task_spec(task))
+    return False
+
+
+def _fault(reward: Reward) -> Reason | None:
+    """Why an answer with such a reward ends its offer."""
+    if reward.exhausted or reward.status is RewardStatus.TIMED_OUT:
+        return Reason.HANGS
+    return None if reward.status is RewardStatus.SCORED else Reason.UNSCORED
