@@ -17,6 +17,7 @@ from benchmarks.tinker import compared
 from engine_models import plain
 from shoal.observe.runs import WatchedRun
 from tinker_server import KEYS, TinkerServer, tinker_serving
+from train_runs import children
 
 TOKENS = [40, 41, 42, 50, 51, 43, 60]
 TIMEOUT_S = 240
@@ -129,12 +130,23 @@ def test_a_custom_loss_has_the_gradient_of_its_built_in_twin(service: tinker.Ser
     assert logprobs(custom) == pytest.approx(logprobs(built_in), abs=1e-5)
 
 
-def test_models_on_one_base_learn_apart(service: tinker.ServiceClient) -> None:
-    first, second = trained(service), trained(service, rank=2)
-    before = logprobs(second)
-    losses = stepped(first, 3)
-    assert losses[-1] < losses[0]
-    assert logprobs(second) == pytest.approx(before, abs=1e-7)
+def test_clients_of_two_keys_learn_and_sample_at_once_each_with_its_own_adapter(
+    server: TinkerServer, service: tinker.ServiceClient
+) -> None:
+    with client_of(server, KEYS[1]) as stranger:
+        first, second = trained(service), trained(stranger, rank=2)
+        before = logprobs(second)
+        losses = stepped(first, 3)
+        assert losses[-1] < losses[0]
+        assert logprobs(second) == pytest.approx(before, abs=1e-7)
+        samplers = [c.save_weights_and_get_sampling_client().result(TIMEOUT_S) for c in (first, second)]
+        prompt, params = types.ModelInput.from_ints(TOKENS[:2]), types.SamplingParams(max_tokens=6, seed=3)
+        answers = [sampler.sample(prompt, 2, params) for sampler in samplers]  # both are under way at once
+        for client, answer in zip((first, second), answers, strict=True):
+            for sequence in answer.result(TIMEOUT_S).sequences:
+                own = logprobs(client, [*TOKENS[:2], *sequence.tokens])[1:]
+                assert list(sequence.logprobs or []) == pytest.approx(own, abs=1e-4)
+    assert len(children(server.process, "shoal.engine.http_server")) == 1
 
 
 def test_gradients_of_clients_computed_together_are_each_ones_own(service: tinker.ServiceClient) -> None:
