@@ -11,11 +11,13 @@ import httpx
 import pytest
 import tinker
 import torch
+import zstandard
 from tinker import types
 
 from benchmarks.tinker import compared
 from engine_models import plain
 from shoal.observe.runs import WatchedRun
+from shoal.tinker.bodies import MOST_BYTES
 from tinker_server import KEYS, TinkerServer, tinker_serving
 from train_runs import children
 
@@ -282,6 +284,19 @@ def test_a_wrong_request_fails_as_the_users(
         client.forward_backward([datum(**given)], loss).result(TIMEOUT_S)
     assert failed.value.category is types.RequestErrorCategory.User
     assert logprobs(client) == pytest.approx(before, abs=1e-7)
+
+
+def test_a_body_of_another_kind_or_size_is_refused(server: TinkerServer) -> None:
+    zstd = {"content-encoding": "zstd"}
+    bomb = zstandard.ZstdCompressor().compress(bytes(MOST_BYTES + 1))
+    asked = [
+        ("forward_backward", b"no frame", zstd, "expected a zstd frame"),
+        ("forward_backward", bomb, zstd, f"got {MOST_BYTES + 1}"),
+        ("weights_info", b"[]", {}, "body: "),
+    ]
+    for path, data, headers, why in asked:
+        answer = httpx.post(f"{server.url}/api/v1/{path}", content=data, headers={"x-api-key": KEYS[0], **headers})
+        assert (answer.status_code, why in answer.text) == (400, True), answer.text
 
 
 def test_futures_resolve_after_a_kill_and_no_step_is_taken_twice(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
@@ -204,6 +205,12 @@ def test_whatever_comes_instead_of_a_shard_is_refused(sent: bytes) -> None:
     for start in (b"", b"\0", b"\1", b"\1\4"):
         with pytest.raises(WireError):
             decoded(start + sent, bytes(40), WeightShard("0" * 64, 40))
+
+
+def test_a_frame_that_states_gigabytes_is_refused_before_anything_is_allocated() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(1 << 20))
+    with pytest.raises(WireError, match="expected at most 40 bytes in a zstd frame, got 1048576"):
+        decoded(b"\1\4" + bomb, bytes(40), WeightShard("0" * 64, 40))
 
 
 def test_the_width_is_that_of_most_numbers(tmp_path: Path) -> None:

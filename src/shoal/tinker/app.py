@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 
 import msgspec
-import zstandard
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
@@ -18,7 +17,9 @@ from starlette.routing import Route
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from shoal.net.server import HANDLERS, Refused, body, json
+from shoal.errors import WireError
+from shoal.net.server import HANDLERS, Refused, body, decoded, json
+from shoal.net.zstd import decompressed
 from shoal.tinker.bodies import (
     MOST_BYTES,
     checked_name,
@@ -156,7 +157,10 @@ class TinkerApp:
     async def _forward_backward(self, http: Http, owner: str) -> Response:
         data = await body(http, MOST_BYTES)
         if http.headers.get("content-encoding") == "zstd":
-            data = zstandard.ZstdDecompressor().decompress(data, max_output_size=MOST_BYTES)
+            try:
+                data = decompressed(data, MOST_BYTES)
+            except WireError as error:
+                raise Refused(HTTPStatus.BAD_REQUEST, f"body: {error}") from None
         try:
             message = pb.ForwardBackwardRequest.FromString(data)
         except Exception as error:  # protobuf's own DecodeError has no public home
@@ -263,7 +267,7 @@ class TinkerApp:
         return json({})  # a request that nobody waits for any more is finished all the same
 
     async def _weights_info(self, http: Http, owner: str) -> Response:
-        request = msgspec.json.decode(await body(http, MOST_BYTES), type=dict[str, str])
+        request = decoded(await body(http, MOST_BYTES), dict[str, str])
         checkpoint = self._checkpoint_of(request.get("tinker_path", ""), owner)
         model = self._store.model(checkpoint.model)
         assert model is not None
@@ -336,7 +340,7 @@ class TinkerApp:
 
     async def _set_ttl(self, http: Http, owner: str) -> Response:
         checkpoint = self._named(http, owner)
-        ttl = msgspec.json.decode(await body(http, MOST_BYTES), type=dict[str, int | None]).get("ttl_seconds")
+        ttl = decoded(await body(http, MOST_BYTES), dict[str, int | None]).get("ttl_seconds")
         expires = None if ttl is None else datetime.now(UTC).timestamp() + ttl
         self._store.set_expiry(checkpoint.path, expires)
         return json({})

@@ -17,6 +17,7 @@ import zstandard
 
 from shoal.errors import WireError
 from shoal.net.identity import Identity, is_signed_by
+from shoal.net.zstd import decompressed
 
 SHARD_BYTES = 4 << 20
 LEVEL = 1
@@ -129,10 +130,7 @@ def decoded(sent: bytes, base: bytes | None, shard: WeightShard) -> bytes:
     if sent[:1] == DELTA:
         if base is None or len(base) != shard.size or not 1 <= (width := int.from_bytes(sent[1:2])) <= 8:
             raise WireError(f"shard {shard.digest[:16]}: expected a difference to what is here, got another")
-        try:
-            xor = zstandard.ZstdDecompressor().decompress(sent[2:], max_output_size=shard.size)
-        except zstandard.ZstdError as error:
-            raise WireError(f"shard {shard.digest[:16]}: {error}") from error
+        xor = decompressed(sent[2:], shard.size)
         data = _xor(_numbers(xor, width), base) if len(xor) == shard.size else b""
     if digest_of(data) != shard.digest:
         raise WireError(f"shard {shard.digest[:16]}: expected its hash, got other bytes")
