@@ -21,7 +21,11 @@ HEAD = f"{NETWORK}.1"
 HOST_NAME = "host-"
 """Name of a host, before its number."""
 FIRST_USER = 20_000
-RAY_VARIABLES = {"RAY_raylet_start_wait_time_s": "180", "RAY_memory_monitor_refresh_ms": "0"}
+RAY_VARIABLES = {
+    "RAY_raylet_start_wait_time_s": "180",
+    "RAY_agent_register_timeout_ms": "180000",
+    "RAY_memory_monitor_refresh_ms": "0",
+}
 """A machine may be busy with other things, and its memory is not that of one node."""
 RESOURCES: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 80 << 20}
 UNSHARED = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]

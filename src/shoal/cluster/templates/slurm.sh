@@ -14,6 +14,8 @@ shift
 export SHOAL_RUN_TOKEN=${SHOAL_RUN_TOKEN:-$(head -c 24 /dev/urandom | base64 | tr -dc 'A-Za-z0-9')}
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$first" hostname --ip-address | awk '{print $1}')
+# How long nodes wait for one another: some may be slow.
+export RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=600 RAY_NUM_REDIS_GET_RETRIES=300
 exec srun --nodes="$SLURM_NNODES" --ntasks="$SLURM_NNODES" --kill-on-bad-exit=1 \
     ray symmetric-run --address "$address:6379" --min-nodes "$SLURM_NNODES" -- \
     shoal train "$config" --cluster.address="$address:6379" --cluster.listen="$address:8200" "$@"
