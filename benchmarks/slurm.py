@@ -19,7 +19,7 @@ from pathlib import Path
 from pwd import getpwnam
 
 from benchmarks import Report, child_environment, say
-from benchmarks.hosts import HEAD, HOST_NAME, NETWORK, UNSHARED, Namespaces, can_isolate, environment_of
+from benchmarks.hosts import HEAD, HOST_NAME, NETWORK, RESOURCES, UNSHARED, Namespaces, can_isolate, environment_of
 from shoal.config import to_toml
 from shoal.errors import ShoalError
 from shoal.experience.audit import audit
@@ -35,6 +35,17 @@ PATIENCE_S = 1800.0
 RUN = Path("/run/slurm-bench")
 """Folder with the servers' files, in a file system that ends with the bench."""
 MUNGE = Path("/run/munge")
+RAY_OPTIONS = " ".join(
+    f"--{option}"
+    for option in (
+        f"num-cpus={CPUS}",
+        f"object-store-memory={RESOURCES['object_store_memory']}",
+        # Ray waits 15 s for ports that it has not been given, and a busy machine needs longer.
+        "dashboard-agent-grpc-port=52366",
+        "metrics-export-port=52367",
+        "runtime-env-agent-port=52368",
+    )
+)
 CONFIG = f"""
 ClusterName=bench
 SlurmctldHost={HOST_NAME}1({HEAD})
@@ -164,6 +175,7 @@ def _submitted() -> str:
     environment = environment_of(user.pw_uid)
     environment["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), environment["PATH"]])
     environment["SLURM_CONF"] = os.environ["SLURM_CONF"]
+    environment["SHOAL_RAY_OPTIONS"] = RAY_OPTIONS
     become = ["setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups"]
     options = ["--parsable", f"--nodes={HOSTS}", "--chdir=/tmp", "--output=/tmp/output"]
     words = [*become, "sbatch", *options, f"{RUN}/shoal.sbatch", f"{RUN}/train.toml", "--json"]
