@@ -24,7 +24,8 @@ from shoal.run.plan import prepare
 from shoal.run.prepared import shapes_of
 
 PROCESSES = {"trainer": "shoal.trainer.worker", "engine": "shoal.engine.http_server"}
-SHORT = ("train.steps=2", "train.groups_per_step=2", "eval.questions=4", "eval.every_steps=0")
+SHORT = ("train.steps=2", "train.groups_per_step=2", "eval.questions=4", "eval.every_steps=0", "rollout.max_tokens=12")
+"""Few tokens, so that nearly all answers have all that the plan counts."""
 CONFIGS: Mapping[str, tuple[bool, Sequence[str]]] = {
     "embedded": (False, ("train.steps=4", "eval.questions=4", "eval.every_steps=0")),
     "float32": (True, ("model.dtype=float32", *SHORT)),
