@@ -90,7 +90,8 @@ def test_evaluations_and_events_are_never_left_out() -> None:
         ]
     )
     assert lines[0] == "held-out after 0 steps: full marks sampled 0.250, greedy 0.500"
-    assert lines[2:] == ["parity: mismatch 1.5e-07", "held-out after 1 steps: full marks sampled 0.500"]
+    assert lines[2] == "logprobs of engine and trainer differ by 1.5e-07 nats"
+    assert lines[3:] == ["held-out after 1 steps: full marks sampled 0.500"]
 
 
 def answer(number: int, said: str, reward: float | None = 1.0, **more: float | str) -> Record:

@@ -83,6 +83,11 @@ class Page:
             raise AssertionError(f"{expression} never came true; the page says:\n{seen}") from None
         return value
 
+    async def resize(self, width: int, height: int, scale: int = 1) -> None:
+        """Gives the window another size; a narrow one is a phone's."""
+        size = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        await self.command("Emulation.setDeviceMetricsOverride", **size)
+
     async def goto(self, url: str) -> None:
         """Opens a page; returns when it is there."""
         await self.command("Page.navigate", url=url)
@@ -190,13 +195,7 @@ async def chromium(*, width: int = 360, height: int = 640, scale: int = 2) -> As
             async with connected(http, f"{opened.devtools}/devtools/page/{target['targetId']}") as page:
                 for domain in ("Page", "Runtime", "Log"):
                     await page.command(f"{domain}.enable")
-                await page.command(
-                    "Emulation.setDeviceMetricsOverride",
-                    width=width,
-                    height=height,
-                    deviceScaleFactor=scale,
-                    mobile=width < 600,
-                )
+                await page.resize(width, height, scale)
                 yield page
         finally:
             await control.command("Target.disposeBrowserContext", browserContextId=context)

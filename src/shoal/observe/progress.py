@@ -221,7 +221,9 @@ def _eval_text(record: Record, since: Record | None = None) -> str:
 
 
 def event_text(record: Record) -> str:
-    """Formats an event: its name, then its details."""
+    """Formats an event: its name, then its details; of the check at the start, what it found."""
+    if record.get("name") == "parity" and isinstance(mismatch := record.get("mismatch"), float):
+        return f"logprobs of engine and trainer differ by {mismatch:.2g} nats"
     details = [
         f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
         for name, value in record.items()
