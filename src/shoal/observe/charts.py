@@ -97,14 +97,16 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[f
 def _lines(chart: Chart, run_name: str, run: RunRecords) -> list[Line]:
     wanted = [(run.steps, name, STEP_NAMES) for name in chart.steps]
     wanted += [(run.evals, name, EVAL_NAMES) for name in chart.evals]
-    lines = []
+    lines, steps = [], dict[bool, list[float]]()
     for records, name, meanings in wanted:
         names = [name + task for task in tasks_of(records, name[:-1])] if name.endswith("/") else [name]
         meaning = next((said for known, said in meanings.items() if known.partition("<")[0] == name), "")
         for one in names:
             values = column(records, one)
             if any(map(math.isfinite, values)):
-                lines.append(Line(run_name, one, meaning, *thinned(column(records, "step"), values)))
+                if (of_steps := records is run.steps) not in steps:
+                    steps[of_steps] = column(records, "step")
+                lines.append(Line(run_name, one, meaning, *thinned(steps[of_steps], values)))
     if run.config is not None and (bounded := next((line for line in lines if line.name == BOUNDED), None)):
         bound = float(run.config.asynchrony.max_staleness)
         ends = [bounded.x[0], bounded.x[-1]]

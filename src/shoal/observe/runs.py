@@ -156,13 +156,17 @@ def _run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:
 
 def column(records: Iterable[Record], name: str) -> list[float]:
     """Numbers of one name over records; nan where a record has none."""
-    return [number(record, name) for record in records]
+    values = (record.get(name) for record in records)
+    return [math.nan if value is None or isinstance(value, str) else float(value) for value in values]
 
 
 def tasks_of(records: Iterable[Record], prefix: str) -> list[str]:
     """Names of the tasks that have `<prefix>/<task>` among the records, sorted."""
     marked = f"{prefix}/"
-    return sorted({name.removeprefix(marked) for record in records for name in record if name.startswith(marked)})
+    names = set[str]()
+    for record in records:
+        names.update(record)
+    return sorted(name.removeprefix(marked) for name in names if name.startswith(marked))
 
 
 def mean(values: Sequence[float], weights: Sequence[float] | None = None) -> float:
