@@ -35,17 +35,7 @@ PATIENCE_S = 1800.0
 RUN = Path("/run/slurm-bench")
 """Folder with the servers' files, in a file system that ends with the bench."""
 MUNGE = Path("/run/munge")
-RAY_OPTIONS = " ".join(
-    f"--{option}"
-    for option in (
-        f"num-cpus={CPUS}",
-        f"object-store-memory={RESOURCES['object_store_memory']}",
-        # Ray waits 15 s for ports that it has not been given, and a busy machine needs longer.
-        "dashboard-agent-grpc-port=52366",
-        "metrics-export-port=52367",
-        "runtime-env-agent-port=52368",
-    )
-)
+RAY_OPTIONS = f"--num-cpus={CPUS} --object-store-memory={RESOURCES['object_store_memory']}"
 CONFIG = f"""
 ClusterName=bench
 SlurmctldHost={HOST_NAME}1({HEAD})
