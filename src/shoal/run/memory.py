@@ -43,7 +43,7 @@ def _engine(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]])
     running = min(config.engine.max_running, _rows(config) * (config.asynchrony.max_staleness + 1))
     answers = 2 * config.eval.questions + _rows(config) * config.train.steps
     whole = version_file(config) == FILE
-    adapted = sum(prod(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
+    adapted = _adapted(config, shapes)
     return {
         "program": PROGRAM_BYTES,
         "weights": _numbers(shapes) * number_bytes,
@@ -63,25 +63,39 @@ def _trainer(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]]
     adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
     by_hand = ranks == 1 and not rank and not config.model.gradient_checkpointing
     models = 2 if config.train.kl.coefficient else 1  # and the reference
+    step = {
+        "weights_of_products": models * _copies(config, shapes, by_hand=by_hand, ranks=ranks),
+        **_micro_batch(config, prepared, by_hand=by_hand),
+    }
     return {
         "program": PROGRAM_BYTES,
         "weights": (parameters + adapters) * WEIGHT_BYTES // ranks,
         "gradient_and_moments": (adapters if rank else parameters) * TRAINED_BYTES // ranks,
         "reference": parameters * WEIGHT_BYTES // ranks if models == 2 else 0,
-        "weights_of_products": models * _copies(config, shapes, by_hand=by_hand, ranks=ranks),
-        **_micro_batch(config, prepared, by_hand=by_hand),
+        **step,
+        "merged_weights": max(0, _merged(config, shapes) - sum(step.values())),  # when no step is taken
     }
+
+
+def _merged(config: Config, shapes: Mapping[str, list[int]]) -> int:
+    """Bytes of the whole model that a run with adapters writes at its end: merged layers, their cast, and the file's.
+
+    Without adapters the memory of the gradient holds what is written.
+    """
+    if not config.train.lora.rank:
+        return 0
+    return _adapted(config, shapes) * WEIGHT_BYTES + 2 * _numbers(shapes) * BYTES[config.model.dtype]
 
 
 def _copies(config: Config, shapes: Mapping[str, list[int]], *, by_hand: bool, ranks: int) -> int:
     """Bytes of the weights as products use them: joined, cast, or gathered from the ranks layer by layer."""
     number_bytes, layer = BYTES[config.model.dtype], _largest_layer(shapes)
-    if ranks > 1:
-        return layer * (2 * WEIGHT_BYTES + number_bytes)
+    # A layer and its gradient, each whole and as it is sent.
+    gathered = 4 * layer * WEIGHT_BYTES if ranks > 1 else 0
     if number_bytes == WEIGHT_BYTES:
-        return _joined(shapes) * WEIGHT_BYTES if by_hand else 0
+        return gathered + (_joined(shapes) * WEIGHT_BYTES if by_hand else 0)
     # Autocast's copies of a checkpointed layer go with the layer.
-    return (layer if config.model.gradient_checkpointing else _numbers(shapes)) * number_bytes
+    return gathered + (layer if config.model.gradient_checkpointing else _numbers(shapes)) * number_bytes
 
 
 def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[str, int]:
@@ -135,6 +149,11 @@ def _largest_layer(shapes: Mapping[str, list[int]]) -> int:
 
 def _rows(config: Config) -> int:
     return config.train.groups_per_step * config.rollout.group_size
+
+
+def _adapted(config: Config, shapes: Mapping[str, list[int]]) -> int:
+    """Numbers in the layers that LoRA adapts."""
+    return sum(prod(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
 
 
 def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
