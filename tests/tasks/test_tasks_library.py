@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import psutil
@@ -15,7 +17,7 @@ from shoal.errors import OtherRelease, TaskError
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.trust import Reason
 from shoal.tasks.library import Library
-from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
+from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService
 from shoal.types import Json, Split, Task
 
 SMALL: Json = {
@@ -116,6 +118,24 @@ def test_settings_that_never_give_a_question_are_refused_and_the_next_draw_works
         with pytest.raises(TaskError, match=r"no question came within 0\.5 s"):
             service.draw(Split.TRAIN, 0)
         assert ReasoningGymService(fine, 0, drawer).draw(Split.TRAIN, 0).answer
+
+
+def test_closing_ends_a_draw_that_another_thread_waits_for() -> None:
+    endless, fine = task_configs(
+        {"name": "base_conversion", "params": {"min_base": 5, "max_base": 5}}, {"name": "chain_sum"}
+    )
+    with ThreadPoolExecutor(1) as thread, ProceduralClient(draw_timeout_s=3600.0) as drawer:
+        assert ReasoningGymService(fine, 0, drawer).draw(Split.TRAIN, 0).answer  # the child is ready
+        service, other = ReasoningGymService(endless, 0, drawer), threading.active_count()
+        drawing = thread.submit(service.draw, Split.TRAIN, 0)
+        assert psutil.Process(drawer.pid).is_running()
+        drawer.close()  # not after the hour that the draw would have
+        with pytest.raises(NoReply):
+            drawing.result()
+        with pytest.raises(NoReply):
+            service.draw(Split.TRAIN, 1)  # nobody starts another child
+        assert drawer.pid is None
+        assert threading.active_count() <= other  # an interpreter that ends would wait for the portal's thread
 
 
 def test_a_drawing_process_that_was_killed_is_replaced_and_draws_the_same() -> None:

@@ -57,7 +57,7 @@ async def _joined(config: Config, folder: Path, services: Sequence[Environment])
         packages = PackageTasks(services, config.swarm, folder / "packages", exchange, identity)
         reader = AttachmentReader(services, config.swarm, packages, exchange)
         own = OwnTasks(services, config.swarm, await stack.enter_async_context(packages), reader)
-        stack.callback(own.close)
+        stack.push_async_callback(asyncio.to_thread, own.close)
         await asyncio.to_thread(own.check)
         yield Joined(exchange, own, identity, folder, config)
 

@@ -5,7 +5,6 @@ A child process draws, for four reasons. Questions are reproducible only under a
 takes a second and 110 MB. The child holds no state that a draw depends on, so it may be killed at any moment.
 """
 
-import contextlib
 import importlib.metadata
 import json
 import os
@@ -121,7 +120,7 @@ class ProceduralClient:
         self._draw_timeout_s = draw_timeout_s
         self._boxed = boxed
         self._turn = threading.Lock()
-        self._is_ready = False
+        self._is_ready = self._closed = False
         self._stack = ExitStack()
         self._portal = self._stack.enter_context(start_blocking_portal())
         self._child: Child | None = self._started()
@@ -154,10 +153,15 @@ class ProceduralClient:
         return self._ask(Redraw(spec, receipt, most_characters), spec.dataset, Redrawn)
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child at once, also in the middle of a draw of another thread, which gets a `NoReply`."""
+        self._closed = True
+        if (child := self._child) is not None:
+            child.kill()  # who waits for it, at worst for the start of the next one, would keep its turn
         with self._turn:
-            self._discard()
-            self._stack.close()
+            try:
+                self._discard()
+            finally:
+                self._stack.close()  # a portal's thread that goes on would keep the interpreter from ending
 
     def _ask(self, request: CheckSettings | Draw | Redraw, dataset: str, kind: type[R]) -> R:
         with self._turn:
@@ -169,7 +173,8 @@ class ProceduralClient:
                     f"{dataset}: no question came within {self._draw_timeout_s:g} s; these settings may allow none"
                 ) from None
             except ChildDied as error:
-                self._discard()
+                if not self._closed:
+                    self._discard()
                 raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
         if reply.error:
             raise _ERRORS.get(reply.kind, TaskError)(reply.error)
@@ -177,15 +182,20 @@ class ProceduralClient:
 
     def _answer(self, frame: bytes) -> ProceduralReply:
         """The reply to a frame, from a second child when the first has died."""
-        with contextlib.suppress(ChildDied):
+        try:
             return self._replied(frame)
+        except ChildDied:
+            if self._closed:
+                raise
         self._discard()
         return self._replied(frame)
 
     def _replied(self, frame: bytes) -> ProceduralReply:
         """The child's reply. Raises `TimeoutError` or `ChildDied`."""
-        if self._child is None:
+        if self._child is None and not self._closed:
             self._child, self._is_ready = self._started(), False
+        if self._child is None or self._closed:
+            raise ChildDied("closed")
         if not self._is_ready:
             self._portal.call(self._child.ready, START_TIMEOUT_S)
             self._is_ready = True
