@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TypeAlias
 
 import psutil
 import pytest
@@ -47,7 +48,10 @@ OUTCOME = {
 }
 
 
-def shoal(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+Process: TypeAlias = "subprocess.CompletedProcess[str]"
+
+
+def shoal(*arguments: str, cwd: Path) -> Process:
     """The command line, as a user calls it."""
     return subprocess.run(
         [sys.executable, "-m", "shoal.cli", *arguments],
@@ -61,25 +65,40 @@ def shoal(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
+    return written(tmp_path, tiny_model_dir)
+
+
+def written(folder: Path, model: Path) -> Path:
     """A configuration that trains a tiny model for a few steps on questions of its own."""
-    data = tmp_path / "data.jsonl"
+    data = folder / "data.jsonl"
     rows = [{"prompt": f"say {letter}{n}", "answer": letter} for letter in "abcdefgh" for n in range(8)]
     data.write_text("\n".join(json.dumps(row) for row in rows))
-    path = tmp_path / "config.toml"
-    path.write_text(CONFIG.format(data=data, model=tiny_model_dir))
+    path = folder / "config.toml"
+    path.write_text(CONFIG.format(data=data, model=model))
     return path
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: Path, max_staleness: int) -> None:
-    done = shoal(
-        "train",
-        str(config),
-        "--run_dir=run",
-        f"--asynchrony.max_staleness={max_staleness}",
-        "--json",
-        cwd=config.parent,
-    )
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> tuple[Path, Process]:
+    """A configuration, and a run of it."""
+    config = written(tmp_path_factory.mktemp("finished"), tiny_model_dir)
+    return config, trained(config, 4)
+
+
+def trained(config: Path, max_staleness: int) -> Process:
+    staleness = f"--asynchrony.max_staleness={max_staleness}"
+    return shoal("train", str(config), "--run_dir=run", staleness, "--json", cwd=config.parent)
+
+
+def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(finished: tuple[Path, Process]) -> None:
+    check_finished(*finished, max_staleness=4)
+
+
+def test_a_synchronous_run_trains_on_nothing_older_than_its_version(config: Path) -> None:
+    check_finished(config, trained(config, 0), max_staleness=0)
+
+
+def check_finished(config: Path, done: Process, max_staleness: int) -> None:
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout.splitlines()[-1])
     assert outcome.keys() == OUTCOME
@@ -103,8 +122,8 @@ def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(config: 
     assert bool(outcome["warning"]) == taught_nothing == ("WARNING: no group of the last 6 steps" in done.stderr)
 
 
-def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(config: Path) -> None:
-    assert shoal("train", str(config), "--run_dir=run", cwd=config.parent).returncode == 0
+def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(finished: tuple[Path, Process]) -> None:
+    config, _ = finished
     exported = shoal("export", "run", "--jsonl", "rollouts.jsonl", cwd=config.parent)
     assert exported.returncode == 0, exported.stderr
     rows = [json.loads(line) for line in (config.parent / "rollouts.jsonl").read_text().splitlines()]
@@ -233,10 +252,11 @@ def test_bad_input_is_one_sentence_and_exit_code_2_and_leaves_nothing(
     before = sorted(config.parent.rglob("*"))
     with contextlib.chdir(config.parent), pytest.raises(SystemExit) as ended:
         main(["train", str(config), "--run_dir=run", *overrides])
-    said = capsys.readouterr().err
+    *steps, complaint = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2
-    assert sentence in said
-    assert said.count("\n") == 1, said
+    assert complaint.startswith("shoal: ")
+    assert sentence in complaint
+    assert set(steps) <= {"checking model, tasks and rewards", "starting engines and reward workers"}
     assert sorted(config.parent.rglob("*")) == before
 
 
