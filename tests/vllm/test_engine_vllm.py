@@ -243,6 +243,7 @@ def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_
     assert sum(count > 1 for count in spread) > len(spread) / 20, Counter(spread)
 
 
+@pytest.mark.timeout(1200)
 def test_a_whole_run_trains_on_vllm_of_another_host_that_pulls_differences(tmp_path: Path) -> None:
     port, host = free_port(), tmp_path / "host"
     command = ("--", *command_at("{model}", "{port}"))
