@@ -55,7 +55,7 @@ QUICK_SIZES = (100, 300)
 SIMULATED_S = 40.0
 START_S = 1.8e9
 """Unix time at which a simulation starts."""
-WHOLE = 100
+WHOLE, QUICK_WHOLE = 100, 10
 """Nodes of each swarm that are simulated whole."""
 READ_PER_S = 2.0
 """Frames that a simulated node reads per second, however many others there are."""
@@ -67,7 +67,7 @@ def measure(quick: bool) -> Report:
     """Measures all figures of the list above."""
     count = 500 if quick else 10_000
     offers_per_s, frame_bytes = _admission(count)
-    sizes = [_simulation(count) for count in (QUICK_SIZES if quick else SIZES)]
+    sizes = [_simulation(nodes, QUICK_WHOLE if quick else WHOLE) for nodes in (QUICK_SIZES if quick else SIZES)]
     largest = sizes[-1]
     return {
         "offers_per_s": offers_per_s,
@@ -209,10 +209,9 @@ Sent = tuple[float, Kind, str, bytes]
 """Second, kind, author and frame."""
 
 
-def _simulation(count: int) -> Simulated:
-    """A swarm of `count` nodes."""
+def _simulation(count: int, whole: int) -> Simulated:
+    """A swarm of `count` nodes, of which `whole` are simulated whole."""
     say(f"{count} simulated nodes")
-    whole = min(count, WHOLE)
     others = sorted(sent for i in range(whole, count) for sent in _sent_by(i))
     cpu_s, calls, (groups, steps, moved_bytes) = _cost(whole, others)
     sending_s, sending_calls, _ = _cost(0, others)  # the others' part of the work is nobody's who is measured
