@@ -125,7 +125,9 @@ class Browser:
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="shoal-chromium-")
+        ends_with_us = ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
         arguments = [
+            *ends_with_us,
             browser_path(),
             "--headless=new",
             "--remote-debugging-port=0",
