@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from test_train_objective import LOSSES, batch, gradient, row, trainer
 from torch import distributed, multiprocessing
 
+from environ import environment_of
 from shoal import wire
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
@@ -158,12 +159,6 @@ def follower_of(pid: int) -> int:
     return follower.pid
 
 
-def gpus_of(pid: int) -> str:
-    """What a process was told to see."""
-    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(one.split("=", 1) for one in variables if one)["CUDA_VISIBLE_DEVICES"]
-
-
 def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_dir: Path, tmp_path: Path) -> None:
     config = TrainConfig.model_validate({"lr": 1e-2, "ranks": 2})
     request = StartTrainer(str(tiny_model_dir), ModelConfig(device="cpu").model_dump_json(), config.model_dump_json())
@@ -179,7 +174,10 @@ def test_the_trainer_process_starts_its_ranks_and_says_when_one_ends(tiny_model_
 
             assert isinstance(await ask(request), Done)
             assert any(scratch.iterdir())  # where the ranks meet
-            assert [gpus_of(pid) for pid in (child.pid, follower_of(child.pid))] == ["5", "7"]
+            assert [environment_of(pid)["CUDA_VISIBLE_DEVICES"] for pid in (child.pid, follower_of(child.pid))] == [
+                "5",
+                "7",
+            ]
             assert isinstance(await ask(SaveCheckpoint(str(tmp_path))), Done)
             first = await ask(Step(rows))
             assert isinstance(first, Done)

@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
+from environ import environment_of
 from shoal import wire
 from shoal.config import parse
 from shoal.errors import TrainerError
@@ -41,7 +41,7 @@ CONFIG = parse(
 def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with TrainerProcess.child(tmp_path / "log", threads=1) as child:
-            assert psutil.Process(child.pid).environ()["OMP_WAIT_POLICY"] == "passive"
+            assert environment_of(child.pid)["OMP_WAIT_POLICY"] == "passive"
             trainer = TrainerProcess(child, timeout_s=120)
             with pytest.raises(TrainerError, match="refused Step: expected Start"):
                 await trainer.step([(ROW,)])
