@@ -46,7 +46,7 @@ def run(
     work: Callable[[WorkerScorer], Coroutine[None, None, T]],
     workers: int = 1,
     timeout_s: float = 20.0,
-    grace_s: float = 60,
+    grace_s: float = 250,
     *,
     boxed: bool = True,
 ) -> T:

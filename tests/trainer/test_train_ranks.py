@@ -12,6 +12,7 @@ from test_train_objective import LOSSES, batch, gradient, row, trainer
 from torch import distributed, multiprocessing
 
 from engine_models import saved
+from environ import environment_of
 from shoal import wire
 from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
@@ -143,12 +144,6 @@ def test_a_checkpoint_of_two_ranks_is_read_by_one(tiny_model_dir: Path, results:
     torch.testing.assert_close(ours.tensors(), wanted, rtol=2e-3, atol=2e-4)
 
 
-def gpus_of(pid: int) -> str:
-    """What a process was told to see."""
-    variables = Path(f"/proc/{pid}/environ").read_text().split("\0")
-    return dict(one.split("=", 1) for one in variables if one)["CUDA_VISIBLE_DEVICES"]
-
-
 def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -160,7 +155,7 @@ def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
         async with local_ranks(tmp_path / "log", 2, 2, ["5", "7"]) as ranks:
             trainer = TrainerProcess(ranks)
             await trainer.start(tiny_model_dir, config, 2)
-            assert [gpus_of(rank.child.pid) for rank in ranks] == ["5", "7"]
+            assert [environment_of(rank.child.pid)["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["5", "7"]
             await trainer.save(tmp_path)
             wish = TokensFiles(tmp_path, 1).wanted(1, [f"g{index}" for index in range(len(rows))])
             first = await trainer.step(rows, tokens_file=wish)

@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 
+from environ import environment_of
 from shoal import wire
 from shoal.config import parse
 from shoal.errors import TrainerError
@@ -43,7 +43,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
     async def main() -> None:
         async with local_ranks(tmp_path / "log", 1) as ranks:
             child = ranks[0].child
-            assert psutil.Process(child.pid).environ()["OMP_WAIT_POLICY"] == "passive"
+            assert environment_of(child.pid)["OMP_WAIT_POLICY"] == "passive"
             trainer = TrainerProcess(ranks, timeout_s=120)
             with pytest.raises(TrainerError, match="refused Step: expected Start"):
                 await trainer.step([(ROW,)])
