@@ -119,12 +119,22 @@ def test_a_resume_can_be_tried_dry_where_a_new_run_is_refused(tmp_path: Path, ti
 def test_a_plan_counts_what_the_trainer_keeps_for_adapters_in_place_of_all_weights(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Gradient and moments take 12 bytes of each trained number."""
+    """Gradient and moments take 12 bytes of each trained number; adapters lie beside all weights, 4 bytes a number."""
     whole, adapted = (planned(tmp_path, tiny_model_dir, f"train.lora.rank={rank}") for rank in (0, 1000))
-    sides = 2 * (32 + 32 + 2 * (32 + 16) + 32 + 32 + 3 * (32 + 64))  # of the 7 matrices of each of 2 layers
-    more_mb = 12 * (1000 * sides - int(str(whole["parameters"]))) / 1e6
-    found_mb = float(str(adapted["trainer_memory_mb"])) - float(str(whole["trainer_memory_mb"]))
-    assert found_mb == pytest.approx(more_mb, abs=0.11)
+    numbers = 1000 * 2 * (32 + 32 + 2 * (32 + 16) + 32 + 32 + 3 * (32 + 64))  # of the 7 matrices of each of 2 layers
+    parameters = int(str(whole["parameters"]))
+    before, after = (parts_mb(of)["trainer"] for of in (whole, adapted))
+    assert after["gradient_and_moments"] == pytest.approx(12 * numbers / 1e6, abs=0.11)
+    assert before["gradient_and_moments"] == pytest.approx(12 * parameters / 1e6, abs=0.11)
+    assert after["weights"] - before["weights"] == pytest.approx(4 * numbers / 1e6, abs=0.11)
+    assert after["program"] == before["program"]
+
+
+def parts_mb(planned: dict[str, object]) -> dict[str, dict[str, float]]:
+    """Megabytes of a plan by process and part."""
+    parts = planned["memory_mb"]
+    assert isinstance(parts, dict)
+    return parts
 
 
 def test_a_port_of_metrics_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> None:
