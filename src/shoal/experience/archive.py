@@ -12,7 +12,7 @@ Bodies of rollouts and tasks stay in the files until a reader asks for them.
 
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import islice
@@ -192,6 +192,43 @@ def archived_value(files: Sequence[Path]) -> Callable[[int | None, int | None, i
         return None if shard is None or row_group is None else rows(shard, row_group)[seq, position]
 
     return value
+
+
+def spans(file: Path) -> list[tuple[bool, int, int, int]]:
+    """The row groups of tasks and of bodies: whether of bodies, lowest and highest finished_seq, number. Blocks."""
+    found = []
+    with _reading(file) as opened:
+        at = opened.schema_arrow.get_field_index("finished_seq")
+        for row_group in range(opened.metadata.num_row_groups):
+            described = opened.metadata.row_group(row_group)
+            kind, seqs = described.column(0).statistics.min, described.column(at).statistics
+            if kind in ("groups", "rollouts"):
+                found.append((kind == "rollouts", seqs.min, seqs.max, row_group))
+    return found
+
+
+def moved_value(
+    files: Sequence[Path], spans_of: Callable[[Path], list[tuple[bool, int, int, int]]]
+) -> Callable[[int, int | None], bytes | None]:
+    """Reads the body of a rollout, or the task of a group when no position is given; None when no file has it.
+
+    `spans_of` is `spans`, which a caller with many questions remembers.
+    """
+    value = archived_value(files)
+    places: list[tuple[bool, int, int, int, int]] = []
+
+    def moved(seq: int, position: int | None) -> bytes | None:
+        if not places:
+            places.extend((*span, shard) for shard, file in enumerate(files) for span in spans_of(file))
+        for at, (bodies, lowest, highest, row_group, shard) in enumerate(places):
+            if bodies == (position is not None) and lowest <= seq <= highest:
+                with suppress(KeyError):  # groups end in another order than they are numbered
+                    found = value(shard, row_group, seq, position)
+                    places.insert(0, places.pop(at))  # the next one asked for is often near
+                    return found
+        return None
+
+    return moved
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """A run's rollouts in a table of the viewer's own, so that any of a million are found without reading all bodies.
 
 A thread reads the log a few groups at a time, newest first, then its archive, and then what is added. Each reading is
-a short snapshot, so that the run's own writing is never held up. Bodies stay where they are; the table, a temporary
-file, says where. Steps are numbered as in metrics.jsonl, from 1. A log without a -wal file has no writer, and is opened
-so that not even SQLite puts a file beside it.
+a short snapshot, so that the run's own writing is never held up. Bodies stay where they are, and are found there by
+their numbers; the table is a temporary file. Steps are numbered as in metrics.jsonl, from 1. A log without a -wal file
+has no writer, and is opened so that not even SQLite puts a file beside it.
 """
 
 import sqlite3
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,21 +34,19 @@ TEXT_SEARCH_S = 5.0
 UNREADABLE = "unreadable"
 _SCHEMA = """
 CREATE TABLE rollouts(seq INTEGER, position INTEGER, task TEXT, status TEXT, reason TEXT, reward REAL, tokens INTEGER,
-    version INTEGER, step INTEGER, shard INTEGER, row_group INTEGER, PRIMARY KEY(seq, position));
+    version INTEGER, step INTEGER, PRIMARY KEY(seq, position));
 CREATE INDEX rollouts_by_step ON rollouts(step, reward);
 CREATE INDEX rollouts_by_reward ON rollouts(reward, seq DESC);
 CREATE TABLE groups(seq INTEGER PRIMARY KEY, id TEXT, admitted INTEGER, step INTEGER, version INTEGER, dropped TEXT,
-    peer TEXT, shard INTEGER, row_group INTEGER);
+    peer TEXT);
 CREATE INDEX groups_by_id ON groups(id);
 """
 _NEW = """SELECT finished_seq, group_id, task, groups.admitted_version, step + 1, steps.version, reason, peer_id
 FROM groups LEFT JOIN started USING (group_id)
 LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) LEFT JOIN ended USING (group_id)"""
-_BODIES = "SELECT position, body, NULL FROM rollouts WHERE finished_seq = ?"
-_ARCHIVED_BODIES = """SELECT position, body, row_group FROM rollouts JOIN temp.archived USING (finished_seq, position)
-WHERE finished_seq = ? ORDER BY position"""
+_BODIES = "SELECT position, body FROM rollouts WHERE finished_seq = ?"
 _BODY = """COALESCE((SELECT body FROM log.rollouts WHERE finished_seq = seq AND log.rollouts.position = found.position),
-archived_value(shard, row_group, seq, found.position))"""
+moved_value(seq, found.position), x'')"""
 _ROW = f"""SELECT seq, position, task, status, COALESCE(NULLIF(reason, ''), (SELECT dropped FROM groups WHERE
 groups.seq = found.seq), ''), reward, tokens, found.version, step, {_BODY}
 FROM rollouts AS found WHERE seq = ? AND found.position = ?"""
@@ -132,7 +131,8 @@ class RolloutIndex:
         """Whether all that the log had was read once."""
         self._run_dir, self._file = run_dir, file
         self._low = self._high = self._step = -1
-        self._shards: list[Path] = []
+        self._shards: set[str] = set()
+        self._spans = cache(archive.spans)
         self._stop = threading.Event()
         with closing(sqlite3.connect(file)) as index:
             index.executescript(f"PRAGMA journal_mode=WAL; {_SCHEMA}")
@@ -174,7 +174,7 @@ class RolloutIndex:
         with self._reading() as connection:
             row = connection.execute(
                 "SELECT seq, id, COALESCE((SELECT task FROM log.groups WHERE finished_seq = seq), "
-                "archived_value(shard, row_group, seq, NULL)), "
+                "moved_value(seq, NULL), x''), "
                 "admitted, peer, dropped, step - 1, version, NULL, NULL, NULL FROM groups "
                 "WHERE seq = ?",
                 (seq,),
@@ -199,11 +199,13 @@ class RolloutIndex:
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
         """A connection to the table with the log beside it. Raises `RunDirError`."""
-        value = archive.archived_value(list(self._shards))
         try:
-            with closing(sqlite3.connect(self._file, uri=True)) as connection:
+            with closing(sqlite3.connect(self._file, uri=True, isolation_level=None)) as connection:
                 connection.execute("ATTACH ? AS log", (log_uri(self._run_dir),))
-                connection.create_function("archived_value", 4, value)
+                connection.execute("BEGIN")  # what is in the log and what was moved out of it, at one moment
+                names = connection.execute("SELECT name FROM log.shards").fetchall()
+                files = [self._run_dir / archive.FOLDER / name for (name,) in names]
+                connection.create_function("moved_value", 2, archive.moved_value(files, self._spans))
                 yield connection
         except sqlite3.Error as error:
             raise RunDirError(f"{self._run_dir / FILE} cannot be read: {error}") from error
@@ -241,7 +243,7 @@ class RolloutIndex:
             index.execute("COMMIT")
             self._step = newest
             names = [name for (name,) in log.execute("SELECT name FROM shards ORDER BY through DESC")]
-        new = [file for name in names if (file := self._run_dir / archive.FOLDER / name) not in self._shards]
+        new = [name for name in names if name not in self._shards]
         if not groups and new:
             self._read_shard(index, new[0])
         return bool(groups or new)
@@ -257,35 +259,28 @@ class RolloutIndex:
         ended = log.execute("SELECT reason, group_id FROM ended WHERE after_step >= ?", (self._step,))
         index.executemany("UPDATE groups SET dropped = ? WHERE id = ?", ended)
 
-    def _read_shard(self, index: sqlite3.Connection, file: Path) -> None:
+    def _read_shard(self, index: sqlite3.Connection, name: str) -> None:
         """Puts the rows of a file of the archive into the table, over those that were read from the log."""
         with closing(sqlite3.connect(":memory:")) as log:
             log.executescript(SCHEMA)
-            archive.attach_files(log, [file])
+            archive.attach_files(log, [self._run_dir / archive.FOLDER / name])
             index.execute("BEGIN")
-            self._insert(index, log, log.execute(f"{_NEW} ORDER BY finished_seq DESC"), len(self._shards))
-            self._shards = [*self._shards, file]  # before anybody can see that a body is there
+            self._insert(index, log, log.execute(f"{_NEW} ORDER BY finished_seq DESC"))
             index.execute("COMMIT")
+        self._shards.add(name)
 
-    def _insert(
-        self, index: sqlite3.Connection, log: sqlite3.Connection, groups: Iterable[Any], shard: int | None = None
-    ) -> None:
+    def _insert(self, index: sqlite3.Connection, log: sqlite3.Connection, groups: Iterable[Any]) -> None:
         """Puts groups of the log, or of a shard, into the table with their rollouts."""
         for seq, group_id, encoded, admitted, step, version, dropped, peer in groups:
             if self._stop.is_set():
                 break
-            task, row_group = UNREADABLE, None
+            task = UNREADABLE
             with suppress(WireError):
                 task = wire.decode(encoded, Task, BODY_BYTES).service
-            rollouts = log.execute(_BODIES if shard is None else _ARCHIVED_BODIES, (seq,))
-            rows = [(seq, at, task, *_figures(body), step, shard, row_group) for at, body, row_group in rollouts]
-            index.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
-            if shard is not None:
-                (row_group,) = log.execute(
-                    "SELECT row_group FROM temp.all_groups WHERE finished_seq = ?", (seq,)
-                ).fetchone()
-            row = (seq, group_id, admitted, step, version, dropped, peer, shard, row_group)
-            index.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+            rows = [(seq, at, task, *_figures(body), step) for at, body in log.execute(_BODIES, (seq,))]
+            index.executemany("INSERT OR REPLACE INTO rollouts VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
+            row = (seq, group_id, admitted, step, version, dropped, peer)
+            index.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", row)
 
 
 class _Completion(msgspec.Struct):
