@@ -103,12 +103,16 @@ def test_a_row_draws_the_same_whatever_else_is_in_the_batch(sampling: Sampling) 
     assert logp_B[0].item() == pytest.approx(alone_logp[0].item(), abs=1e-6)
 
 
-def test_the_ends_of_the_unit_interval_draw_tokens_that_can_be_drawn() -> None:
-    logits_BV = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]]).repeat(2, 1)
+@pytest.mark.parametrize(
+    ("first", "second", "vocabulary"), [(1, 2, 4), (300, 301, 1000), (255, 768, 769), (9, 511, 1024)]
+)
+def test_the_ends_of_the_unit_interval_draw_tokens_that_can_be_drawn(first: int, second: int, vocabulary: int) -> None:
+    logits_BV = torch.full((2, vocabulary), -math.inf)
+    logits_BV[:, [first, second]] = 0.0
     u_B = torch.tensor([0.0, 1 - 2**-24])
     for sampling in (Sampling(1), Sampling(1, top_p=0.99)):
         token_B, logp_B = sample(logits_BV, SamplingRows([sampling] * 2), u_B)
-        assert token_B.tolist() == [1, 2]
+        assert sorted(token_B.tolist()) == [first, second]  # equal probabilities have no order of their own
         assert logp_B.tolist() == pytest.approx([-math.log(2)] * 2)
 
 

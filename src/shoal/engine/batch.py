@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 CANDIDATES = 256  # nearly all truncated rows keep fewer tokens than this, and then need no full sort
 OFF = 2**31  # top_k of rows without a limit
+BLOCK = 256
+"""Entries of a distribution that are summed before the one that a uniform number decides is looked for."""
 LIKE_LENGTH = 0.75
 """Share of the longest chunk's length that every chunk of one attention call must reach."""
 
@@ -243,10 +245,25 @@ def _whole(scaled_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
-    """Indices [B, 1] where the cumulative sum first exceeds u times the sum; an entry with p = 0 is never chosen."""
-    cumulative_BV = p_BV.cumsum(-1)
-    threshold_B1 = cumulative_BV[:, -1:] * uniform_B[:, None]
-    return torch.searchsorted(cumulative_BV, threshold_B1, right=True).clamp_(max=p_BV.shape[-1] - 1)
+    """Indices [B, 1] where the cumulative sum first exceeds u times the sum; an entry with p = 0 is never chosen.
+
+    The block of entries is found first, because a cumulative sum takes ten times as long as a sum.
+    """
+    whole = p_BV.shape[1] // BLOCK * BLOCK
+    blocks_BN = torch.cat((p_BV[:, :whole].view(len(p_BV), -1, BLOCK).sum(-1), p_BV[:, whole:].sum(-1, True)), 1)
+    before_BN = blocks_BN.cumsum(-1)
+    threshold_B1 = before_BN[:, -1:] * uniform_B[:, None]
+    block_B1 = _first_above(before_BN, threshold_B1)
+    threshold_B1 = (threshold_B1 - (before_BN - blocks_BN).gather(1, block_B1)).clamp_(min=0)
+    entry_BC = block_B1 * BLOCK + torch.arange(BLOCK, device=p_BV.device)
+    p_BC = p_BV.gather(1, entry_BC.clamp(max=p_BV.shape[1] - 1)).masked_fill_(entry_BC >= p_BV.shape[1], 0)
+    return block_B1 * BLOCK + _first_above(p_BC.cumsum(-1), threshold_B1)
+
+
+def _first_above(cumulative_BN: Tensor, threshold_B1: Tensor) -> Tensor:
+    """Indices [B, 1] of the first sum above the threshold, or of the first that reaches the last one."""
+    last_B1 = torch.searchsorted(cumulative_BN, cumulative_BN[:, -1:].contiguous())
+    return torch.searchsorted(cumulative_BN, threshold_B1, right=True).minimum(last_B1)
 
 
 def _truncated(

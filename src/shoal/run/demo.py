@@ -57,11 +57,11 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
             "seed": seed,
             "model": {"path": SMOLLM2, "dtype": "bfloat16"},
             "tasks": [
-                {"name": "sums", "service": "jsonl", "path": str(questions), "scorer": "number", "eval_share": 0.5},
+                {"name": "sums", "service": "jsonl", "path": str(questions), "scorer": "number", "eval_share": 0.52},
             ],
             "rollout": {"group_size": 8, "max_tokens": 32},
             "train": {"steps": 40, "groups_per_step": 6, "lr": 1e-5},
-            "eval": {"every_steps": 0, "questions": 200},
+            "eval": {"every_steps": 0, "questions": 206},
             "checkpoint": {"every_steps": 40},
         },
         overrides,

@@ -123,13 +123,13 @@ class Optimizer:
                     if parameter.grad is None or not (state := self._adam.state.get(parameter)):
                         continue
                     step = float(state["step"])
+                    rate, root = group["lr"] / (1 - beta**step), 1 / math.sqrt(1 - beta_sq**step)
                     tensors = (state["exp_avg"], state["exp_avg_sq"], parameter)
                     blocks = zip(*(torch.split(local(tensor).flatten(), BLOCK) for tensor in tensors), strict=True)
                     for moment, square, weight in blocks:
-                        scale = (square / (1 - beta_sq**step)).sqrt_().add_(group["eps"])
-                        change = moment * (group["lr"] / (1 - beta**step)) / scale
+                        change = square.sqrt().mul_(root).add_(group["eps"]).reciprocal_().mul_(moment).mul_(rate)
                         if shrunk != 1:
-                            change += (weight + change) * (1 / shrunk - 1)
+                            change.add_(weight + change, alpha=1 / shrunk - 1)
                         yield change
 
         named = list(self._named.values())

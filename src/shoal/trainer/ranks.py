@@ -135,8 +135,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def norm(parts: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> float:
-    """Norm of all numbers in the parts of all ranks, which `copies` hosts have alike; float64 sums."""
-    squares = [part.square().sum(dtype=torch.float64) for part in parts]
+    """Norm of all numbers in the parts of all ranks, which `copies` hosts have alike; float64 sums over parts."""
+    squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     if sharded:
         distributed.all_reduce(total)
