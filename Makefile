@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster slurm services adapters harnesses trackers tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster slurm services adapters harnesses trackers newcomer tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -80,6 +80,10 @@ harnesses: $(VENV)/dev-installed
 trackers: $(VENV)/dev-installed
 	test -d $(VENV)-trackers || { $(PYTHON) -m venv $(VENV)-trackers && $(VENV)-trackers/bin/python -m pip install $(PIP_ARGS) tensorboard wandb trackio mlflow-skinny aim opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; }
 	SHOAL_TRACKERS_PYTHON=$(abspath $(VENV)-trackers/bin/python) $(BIN)/python -m pytest -v tests/observe/test_trackers.py
+
+# From a fresh installation to the worst answer of the last step, in a browser and without docs: under two minutes.
+newcomer: $(VENV)/dev-installed $(VENV)/chromium-tried
+	PYTHONPATH=tests/support $(BIN)/python tests/support/newcomer.py $(PIP_ARGS)
 
 # Every kind of causal language model that transformers knows, tiny and random, against transformers' own attention.
 architectures: $(VENV)/dev-installed

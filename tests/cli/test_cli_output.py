@@ -71,6 +71,11 @@ def test_the_benches_that_help_lists_are_those_that_there_are() -> None:
     assert list(BENCHES) == sorted(MODULES)
 
 
+def test_the_help_of_what_takes_settings_says_so() -> None:
+    for command in ("demo", "train", "eval"):
+        assert "Any setting can be given too" in shoal(command, "--help").stdout, command
+
+
 def test_a_warning_has_no_colours_where_none_are_wanted() -> None:
     """A terminal, in which colours are otherwise."""
 

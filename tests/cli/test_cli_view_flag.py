@@ -1,4 +1,4 @@
-"""`--view` serves the page of a run that is about to begin, and ends with it where nobody sits at a terminal."""
+"""`--view` of a run that never begins; tests/run/test_run.py has the page of one that does."""
 
 import os
 import re
@@ -27,27 +27,6 @@ groups_per_step = 1
 every_steps = 0
 questions = 2
 """
-
-
-def test_the_page_is_there_before_the_run_and_goes_with_it(tmp_path: Path, tiny_model_dir: Path) -> None:
-    config = tmp_path / "config.toml"
-    config.write_text(CONFIG.format(model=tiny_model_dir))
-    # A browser that opens nothing.
-    environment = {**os.environ, "BROWSER": "true"}
-    with subprocess.Popen(
-        [SHOAL, "train", str(config), "--view"], cwd=tmp_path, env=environment, stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL, text=True,
-    ) as process:  # fmt: skip
-        assert process.stderr is not None
-        found = re.fullmatch(r"page: (http://127\.0\.0\.1:\d+)\n", process.stderr.readline())
-        assert found is not None
-        url = found[1]
-        with urlopen(url, timeout=120) as answer:  # it waits until the run has begun
-            assert "<h1>run</h1>" in answer.read().decode()
-        process.stderr.read()
-    assert process.returncode == 0
-    with pytest.raises(URLError):
-        urlopen(url, timeout=10)
 
 
 def test_a_run_that_is_refused_leaves_no_page(tmp_path: Path) -> None:

@@ -75,6 +75,11 @@ def test_plain_lines_say_everything_once_and_in_words() -> None:
     )
 
 
+def test_a_step_in_a_swarm_says_what_came_of_its_peers() -> None:
+    (line,) = plain_lines([step(1, peers=3, external=2, offers_shared=5)])
+    assert "swarm 3 peers, 2 of their groups, 5 shared" in line
+
+
 def test_plain_lines_of_steps_are_seconds_apart_and_the_last_step_is_always_there() -> None:
     lines = plain_lines([step(1), step(2), step(3), step(100)], now=[0.0, 4.9, 5.1, 5.2])
     assert [line.split()[1] for line in lines] == ["1/100", "3/100", "100/100"]

@@ -23,6 +23,16 @@ from view_run import MadeRun
 
 DRAWN = "document.querySelectorAll('.plot .main-svg').length > 3"
 
+TITLES = {
+    *("Reward", "Held-out reward", "Held-out full marks", "Solved, by task", "Staleness, versions", "Busy"),
+    *(
+        "Tokens per second",
+        "Mismatch of engine and trainer, nats",
+        "Answer length, tokens",
+        "Answers cut at max_tokens",
+    ),
+}
+
 
 @asynccontextmanager
 async def viewing(*run_dirs: Path, token: str = "") -> AsyncIterator[str]:
@@ -70,26 +80,36 @@ def test_the_overview_draws_two_runs_over_one_another_and_says_what_differs(tmp_
             await page.goto(url)
             await page.until(DRAWN)
             assert await page.value(lines_of("Reward")) == ["first", "second"]
+            newest = "document.querySelector('.plot').data[0].y.at(-1)"
+            assert await page.value(newest) == pytest.approx(12 / 20)
+            select = "document.getElementById('smooth')"
+            await page.value(f"{select}.value = 5, {select}.dispatchEvent(new Event('change'))")
+            assert await page.value(newest) == pytest.approx(10 / 20)
+            layout = "document.querySelector('.plot').layout"
+            assert await page.value(f"[{layout}.dragmode, {layout}.hovermode]") == ["zoom", "x unified"]
             assert "train.lr" in await page.value("document.querySelector('table').innerText")
             assert "run_dir" not in await page.value("document.querySelector('table').innerText")
             loaded = await page.value("performance.getEntriesByType('resource').map(one => one.name)")
             assert loaded
+            titles = set(await page.value("[...document.querySelectorAll('.chart')].map(one => one.dataset.title)"))
+            assert titles >= TITLES
             assert all(one.startswith(url) or one.startswith("data:") for one in loaded)
 
     asyncio.run(check())
 
 
-def test_the_overview_follows_a_run_that_is_still_written(tmp_path: Path) -> None:
+def test_the_page_says_why_rollouts_failed_with_file_and_line(tmp_path: Path) -> None:
     async def check() -> None:
-        run = MadeRun(tmp_path / "live")
+        run = MadeRun(tmp_path / "run")
         await run.step()
-        async with seen(run.run_dir) as (page, url):
-            await page.goto(url)
-            await page.until(DRAWN)
-            await run.step()
-            await page.until("document.querySelector('.plot').data[0].x.length == 2")
-            await page.until("document.querySelector('dd').textContent.startsWith('2 of')")
+        await run.fail("scorer: failed: mine:boom: ZeroDivisionError: division by zero (mine.py:2 in boom)")
         await run.close()
+        async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(30):
+            for path in ("/", "/rollouts?status=failed", "/group?seq=3"):
+                text = ""
+                while "division by zero (mine.py:2 in boom)" not in text:  # the log is read in the background
+                    async with http.get(url + path) as answer:
+                        text = await answer.text()
 
     asyncio.run(check())
 

@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from test_view import made, seen
+from test_view import DRAWN, made, seen
 
 from benchmarks.view_run import write_run
-from browser import Page
+from browser import Page, chromium
 from shoal.observe.runs import read_run
 from shoal.observe.view.cost import Prices, cost
 from shoal.observe.view.held_out import MOST_EVALUATIONS, Questions, answers, questions, spaced
@@ -40,19 +40,23 @@ async def assert_readable(page: Page, url: str, width: int, views: tuple[str, ..
         assert await page.value(NAMELESS) == 0, view
 
 
-def test_every_view_of_a_live_run_opens_at_both_widths(tmp_path: Path) -> None:
+def test_every_view_of_a_live_run_opens_at_both_widths_and_follows_it(tmp_path: Path) -> None:
     async def check() -> None:
         run = MadeRun(tmp_path / "live")
         for _ in range(6):
             await run.step(["so \\(\\frac{a}{b}\\)\n\n```\n" + "long " * 60 + "\n```", "wrong"])
-        async with seen(run.run_dir) as (page, url):
+        async with seen(run.run_dir) as (page, url), chromium(width=1440, height=900, scale=1) as overview:
             for width in (1440, 390):
                 await page.resize(width, 900)
                 await assert_readable(page, url, width, (*VIEWS, "/question?id=held-out-0"))
+            await overview.goto(url)
+            await overview.until(DRAWN)
             await page.goto(f"{url}/waits")
             await page.until("document.querySelector('#timeline .main-svg') !== null")
             await run.step()
             await page.until("document.querySelector('#timeline .plot').data[0].x.length == 6")
+            await overview.until("document.querySelector('.plot').data[0].x.length == 7")
+            await overview.until("document.querySelector('dd').textContent.startsWith('7 of')")
         await run.close()
 
     asyncio.run(check())

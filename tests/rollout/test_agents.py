@@ -154,7 +154,7 @@ async def say_nothing(task: Task, client: openai.AsyncOpenAI) -> float:
 
 def test_an_agent_that_crashes_hangs_or_never_asks_gives_a_failed_rollout_with_its_reason() -> None:
     reasons = {
-        crash: "agent: KeyError",
+        crash: f"agent: KeyError: 'my own fault' (test_agents.py:{crash.__code__.co_firstlineno + 2} in crash)",
         hang: "deadline: ",
         say_nothing: "agent: it asked the model",
         wait_for_the_cancelled: "agent: cancelled from inside",

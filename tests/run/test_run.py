@@ -1,13 +1,18 @@
 """Whole runs through the command line: real engine, trainer, scorer and log."""
 
 import contextlib
+import io
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
+from urllib.error import URLError
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -51,16 +56,22 @@ OUTCOME = {
 Process: TypeAlias = "subprocess.CompletedProcess[str]"
 
 
+class Finished(NamedTuple):
+    """A run as a user starts it, with --view."""
+
+    config: Path
+    done: Process
+    url: str
+    pages: list[str]
+    """What the page said until the run had begun."""
+
+
 def shoal(*arguments: str, cwd: Path) -> Process:
-    """The command line, as a user calls it."""
-    return subprocess.run(
-        [sys.executable, "-m", "shoal.cli", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    """The command line in this process, which has loaded torch; engines and trainers are processes as ever."""
+    out, err, ends = io.StringIO(), io.StringIO(), pytest.raises(SystemExit)
+    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), ends as ended:
+        main(arguments)
+    return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
 @pytest.fixture
@@ -79,23 +90,42 @@ def written(folder: Path, model: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> tuple[Path, Process]:
-    """A configuration, and a run of it."""
+def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Finished:
     config = written(tmp_path_factory.mktemp("finished"), tiny_model_dir)
-    return config, trained(config, 4)
+    command = [sys.executable, "-m", "shoal.cli", "train", str(config), "--run_dir=run", "--json", "--view"]
+    command += ["--asynchrony.max_staleness=4"]
+    # A browser that opens nothing.
+    environment = {**os.environ, "BROWSER": "true"}
+    with subprocess.Popen(
+        command, cwd=config.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        found = re.fullmatch(r"page: (http://127\.0\.0\.1:\d+)\n", first)
+        assert found is not None, first
+        pages = []
+        while not pages or "<h1>run</h1>" not in pages[-1]:
+            with urlopen(found[1], timeout=120) as answer:
+                pages.append(answer.read().decode())
+            time.sleep(0.1)
+        out, err = process.communicate(timeout=200)
+    return Finished(config, subprocess.CompletedProcess(command, process.returncode, out, err), found[1], pages)
 
 
-def trained(config: Path, max_staleness: int) -> Process:
-    staleness = f"--asynchrony.max_staleness={max_staleness}"
-    return shoal("train", str(config), "--run_dir=run", staleness, "--json", cwd=config.parent)
+def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(finished: Finished) -> None:
+    check_finished(finished.config, finished.done, max_staleness=4)
 
 
-def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(finished: tuple[Path, Process]) -> None:
-    check_finished(*finished, max_staleness=4)
+def test_the_page_of_a_run_is_there_before_it_and_goes_with_it(finished: Finished) -> None:
+    assert "<h1>The run is about to begin</h1>" in finished.pages[0]
+    assert "<h1>run</h1>" in finished.pages[-1]
+    with pytest.raises(URLError):
+        urlopen(finished.url, timeout=10)
 
 
 def test_a_synchronous_run_trains_on_nothing_older_than_its_version(config: Path) -> None:
-    check_finished(config, trained(config, 0), max_staleness=0)
+    options = ("--run_dir=run", "--asynchrony.max_staleness=0", "--json")
+    check_finished(config, shoal("train", str(config), *options, cwd=config.parent), max_staleness=0)
 
 
 def check_finished(config: Path, done: Process, max_staleness: int) -> None:
@@ -122,8 +152,8 @@ def check_finished(config: Path, done: Process, max_staleness: int) -> None:
     assert bool(outcome["warning"]) == taught_nothing == ("WARNING: no group of the last 6 steps" in done.stderr)
 
 
-def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(finished: tuple[Path, Process]) -> None:
-    config, _ = finished
+def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(finished: Finished) -> None:
+    config = finished.config
     exported = shoal("export", "run", "--jsonl", "rollouts.jsonl", cwd=config.parent)
     assert exported.returncode == 0, exported.stderr
     rows = [json.loads(line) for line in (config.parent / "rollouts.jsonl").read_text().splitlines()]
@@ -185,12 +215,12 @@ def test_a_run_whose_trainer_is_ahead_of_the_last_version_goes_on_with_resume(co
 
 
 def test_a_dry_run_calls_each_reward_once_and_names_the_line_that_fails(config: Path) -> None:
-    (config.parent / "mine.py").write_text("def boom(completions, **columns):\n    return [1 / 0]\n")
+    (config.parent / "boom.py").write_text("def boom(completions, **columns):\n    return [1 / 0]\n")
     (config.parent / "broken.py").write_text("def f()\n    pass\n")
     scorers = {
-        '{ name = "function", path = "mine:boom" }': "ZeroDivisionError: division by zero (mine.py:2 in boom)",
-        '{ name = "function", path = "mine:bom" }': "AttributeError",
-        '{ name = "function", path = "mine.py:boom" }': "mine.py:boom: ZeroDivisionError",
+        '{ name = "function", path = "boom:boom" }': "ZeroDivisionError: division by zero (boom.py:2 in boom)",
+        '{ name = "function", path = "boom:bom" }': "AttributeError",
+        '{ name = "function", path = "boom.py:boom" }': "boom.py:boom: ZeroDivisionError",
         '{ name = "function", path = "broken:f" }': "SyntaxError: expected ':' (broken.py, line 1)",
     }
     for scorer, why in scorers.items():
@@ -212,10 +242,10 @@ def helpful(completions, answer, **columns):
 
 
 def test_a_reward_that_fails_in_a_run_is_told_with_its_line_while_it_runs_and_afterwards(config: Path) -> None:
-    (config.parent / "mine.py").write_text(WORKS_ON_TRUTHS)
-    scorer = '--tasks.0.scorer={ name = "function", path = "mine:helpful" }'
+    (config.parent / "helping.py").write_text(WORKS_ON_TRUTHS)
+    scorer = '--tasks.0.scorer={ name = "function", path = "helping:helpful" }'
     done = shoal("train", str(config), "--run_dir=run", scorer, cwd=config.parent)
-    why = "scorer: failed: mine:helpful: KeyError: 'my own fault' (mine.py:6 in helpful)"
+    why = "scorer: failed: helping:helpful: KeyError: 'my own fault' (helping.py:6 in helpful)"
     assert done.returncode == 2, done.stdout
     assert [line for line in done.stderr.splitlines() if line.startswith("rollout_failed")] == [
         f"rollout_failed: reason {why}",  # the evaluation's, before training
@@ -245,15 +275,14 @@ def test_a_reward_that_fails_in_a_run_is_told_with_its_line_while_it_runs_and_af
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2_and_leaves_nothing(
-    config: Path, overrides: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+    config: Path, overrides: list[str], sentence: str
 ) -> None:
     (config.parent / "full").mkdir()
     (config.parent / "full" / "something").touch()
     before = sorted(config.parent.rglob("*"))
-    with contextlib.chdir(config.parent), pytest.raises(SystemExit) as ended:
-        main(["train", str(config), "--run_dir=run", *overrides])
-    *steps, complaint = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
+    done = shoal("train", str(config), "--run_dir=run", *overrides, cwd=config.parent)
+    *steps, complaint = done.stderr.splitlines()
+    assert done.returncode == 2
     assert complaint.startswith("shoal: ")
     assert sentence in complaint
     assert set(steps) <= {"checking model, tasks and rewards", "starting engines and reward workers"}

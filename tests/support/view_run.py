@@ -80,7 +80,13 @@ class MadeRun:
         self.buffer.on_loaded(version + 1)
         share = min(1.0, self.steps / 20)
         numbers = {"reward": share, f"solve_rate/{self.task}": share, "engine_busy": 0.9, "trainer_busy": 0.3}
-        rates = {"version": float(version), "tokens_per_s": 100.0, "staleness_mean": 0.5, "length_mean": 9.0}
+        rates = {
+            "version": float(version),
+            "tokens_per_s": 100.0,
+            "staleness_mean": 0.5,
+            "length_mean": 9.0,
+            "mismatch": 0.0,
+        }
         waits = {
             "groups_wait_s": 0.6,
             "train_s": 0.3,
@@ -92,6 +98,14 @@ class MadeRun:
         self.tracker.log(self.steps, {**numbers, **rates, **waits})
         if self.steps % 5 == 1:
             self.evaluate(share, answers)
+
+    async def fail(self, reason: str) -> None:
+        """One more group, of which every rollout came to nothing."""
+        admitted = await self.buffer.admit("failing", self.task)
+        task = Task("t-failing", self.task, (Message(Role.USER, "question"),), receipt=RECEIPT)
+        rollouts = tuple(failed(f"failing/{i}", reason) for i in range(SIZE))
+        await self.buffer.add(Group("failing", task, rollouts, admitted))
+        self.tracker.write("event", {"name": "rollout_failed", "reason": reason})
 
     def evaluate(self, share: float, answers: Sequence[str]) -> None:
         """One evaluation of two questions, of which the first is answered as the run's groups are."""

@@ -207,6 +207,10 @@ def weighted(spec: checker.Weighted, rewards: Sequence[Reward]) -> Reward:
 FULL = 1.0 - 1e-9
 
 
+ONLY_FULL = "score, of which only 1 counts"
+"""Name of the part that has what a `BinaryScorer` was told."""
+
+
 @dataclass(frozen=True, slots=True)
 class BinaryScorer:
     """Wraps a scorer: a full score of some services' tasks gives 1, any other score gives 0.
@@ -227,4 +231,4 @@ class BinaryScorer:
 def _binary(reward: Reward) -> Reward:
     if reward.status is not RewardStatus.SCORED:
         return reward
-    return replace(reward, value=float(reward.value >= FULL), parts=(*reward.parts, ("score", reward.value)))
+    return replace(reward, value=float(reward.value >= FULL), parts=(*reward.parts, (ONLY_FULL, reward.value)))

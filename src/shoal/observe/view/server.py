@@ -100,12 +100,9 @@ class ViewServer:
     """`app` is the ASGI application over some runs."""
 
     def __init__(self, runs: Mapping[str, WatchedRun], folder: Path, *, token: str = "", host: str = "") -> None:
-        """Tables of the runs' rollouts are made in `folder`, which is no run's."""
-        self._runs, self._token = runs, token.encode()
-        self._indexes = {
-            name: RolloutIndex(run.run_dir, folder / f"{number}.sqlite")
-            for number, (name, run) in enumerate(runs.items())
-        }
+        """Tables of the runs' rollouts are made in `folder`, which is no run's. Without runs, `show` has to follow."""
+        self._token, self._folder = token.encode(), folder
+        self.show(runs)
         self._extras: dict[str, Extras] = {}
         templates = jinja2.PackageLoader("shoal.observe.view")
         self._pages = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
@@ -130,6 +127,14 @@ class ViewServer:
             exception_handlers={ShoalError: self._refusal},
         )
 
+    def show(self, runs: Mapping[str, WatchedRun]) -> None:
+        """Shows runs from now on; while there are none, every page waits for them."""
+        self._runs = runs
+        self._indexes = {
+            name: RolloutIndex(run.run_dir, self._folder / f"{number}.sqlite")
+            for number, (name, run) in enumerate(runs.items())
+        }
+
     def close(self) -> None:
         """Ends the reading of logs."""
         for index in self._indexes.values():
@@ -138,7 +143,8 @@ class ViewServer:
     async def _answered(self, http: Request, answer: RequestResponseEndpoint) -> Response:
         """Answers those who know the token, by a cookie that the first visit with `?token=` sets."""
         if self._is_token(http.cookies.get(COOKIE, "")):
-            response = await answer(http)
+            ready = self._runs or http.url.path.startswith("/static/")
+            response = await answer(http) if ready else self._page(http, "waiting.html")
         elif self._is_token(http.query_params.get("token", "")):
             response = RedirectResponse(str(http.url.remove_query_params("token").replace(scheme="", netloc="")))
             response.set_cookie(COOKIE, self._token.decode(), httponly=True, samesite="strict")
@@ -334,23 +340,30 @@ async def serve_view(
 ) -> None:
     """Serves the page until told to stop (SIGTERM, SIGINT); `announce` gets its address.
 
-    With `waits` the runs need not be there yet: whoever opens the page before waits with it. Raises a `ShoalError`.
+    With `waits` the runs need not be there yet: until then the page says so. Raises a `ShoalError`.
     """
     token = "" if is_loopback(host) else secrets.token_urlsafe(24)
     with ExitStack() as stack:
-        runs = None if waits else watched(run_dirs)
+        runs = {} if waits else watched(run_dirs)
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="shoal-view-")))
         listening = stack.enter_context(listening_socket(host, port))
         os.nice(10)  # the runs that are watched come first
         url = url_of(listening)
         if not is_loopback(host) and host in ("0.0.0.0", "::", ""):
             url = f"http://{socket.gethostname()}:{listening.getsockname()[1]}"
-        announce(f"{url}/?token={token}" if token else url)
-        while runs is None:
-            with suppress(RunDirError):
-                runs = watched(run_dirs)
-            await asyncio.sleep(WAIT_S)
         view = ViewServer(runs, folder, token=token, host=host)
         stack.callback(view.close)
-        server = uvicorn.Server(uvicorn_config(view.app, grace_s=1))
-        await server.serve(sockets=[listening])
+        announce(f"{url}/?token={token}" if token else url)
+        async with asyncio.TaskGroup() as tasks:
+            beginning = tasks.create_task(_shown_once_begun(view, run_dirs)) if waits else None
+            await uvicorn.Server(uvicorn_config(view.app, grace_s=1)).serve(sockets=[listening])
+            if beginning is not None:
+                beginning.cancel()
+
+
+async def _shown_once_begun(view: ViewServer, run_dirs: Sequence[Path]) -> None:
+    while True:
+        with suppress(RunDirError):
+            view.show(watched(run_dirs))
+            return
+        await asyncio.sleep(WAIT_S)
