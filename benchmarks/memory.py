@@ -1,4 +1,4 @@
-"""Memory as a dry run plans it, against the peak resident memory of real processes, for six configurations.
+"""Memory as a dry run plans it, against the peak resident memory of real processes, for seven configurations.
 
 planned_mb, measured_mb   of the engine, and of the trainer's rank that took most
 ratio                     the first over the second
@@ -32,6 +32,7 @@ CONFIGS: Mapping[str, tuple[bool, Sequence[str]]] = {
     "bfloat16": (True, SHORT),
     "lora": (True, ("train.lora.rank=8", *SHORT)),
     "reference": (True, ("train.kl.coefficient=0.01", "model.gradient_checkpointing=true", *SHORT)),
+    "selective": (True, ("model.gradient_checkpointing=selective", *SHORT)),
     "ranks": (True, ("train.ranks=2", *SHORT)),
 }
 

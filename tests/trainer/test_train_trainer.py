@@ -339,6 +339,33 @@ def test_gradient_checkpointing_computes_layers_twice_and_changes_no_gradient(
     assert len(calls) == 2
 
 
+class Products(TorchDispatchMode):
+    """Counts the products of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_checkpointing_computes_no_product_of_weights_twice_and_changes_no_gradient(
+    tiny_model_dir: Path, whole: Trainer
+) -> None:
+    rows, products = groups(5)[0], {}
+    for kind in ("selective", True):
+        saving = Trainer(tiny_model_dir, ModelConfig(device="cpu", gradient_checkpointing=kind), TrainConfig())
+        with Products() as counted:
+            found = gradient(saving, rows)[0]
+        products[kind] = counted.count
+        for a, b in zip(found, gradient(whole, rows)[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    again = 2 * 6  # in each of two layers; nothing of it needs the last of seven
+    assert products[True] - products["selective"] == again
+
+
 def test_a_gradient_that_is_not_finite_is_not_applied(tiny_model_dir: Path) -> None:
     ours = trainer(tiny_model_dir)
     before = {name: tensor.clone() for name, tensor in ours.tensors().items()}

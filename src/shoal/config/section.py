@@ -1,6 +1,6 @@
 """What every table of settings is."""
 
-from typing import Annotated, Self, TypeAlias
+from typing import Annotated, Self, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -24,7 +24,8 @@ class Section(BaseModel):
     @classmethod
     def _numbers_are_numbers(cls, values: object) -> object:
         for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, bool) and name in cls.model_fields and cls.model_fields[name].annotation is not bool:
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and bool not in (field.annotation, *get_args(field.annotation)):
                 raise ValueError(f"{name}: expected no true or false, got {str(value).lower()}")
         return values
 

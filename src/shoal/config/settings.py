@@ -33,7 +33,10 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")
-    gradient_checkpointing: bool = Field(False, description="Trades computing for memory in the update.")
+    gradient_checkpointing: bool | Literal["selective"] = Field(
+        False,
+        description="Trades computing for memory in the update; `selective` computes no product of weights twice.",
+    )
 
 
 class TaskConfig(Section):

@@ -7,12 +7,14 @@ name.
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -29,6 +31,21 @@ HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "output_attentions": (False,),
 }
 """Values of other arguments that change nothing; None never does."""
+Checkpointing: TypeAlias = bool | Literal["selective"]
+"""Whether layers drop their activations: none, all, or those that are cheap to compute."""
+KEPT_OPERATIONS: Final = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "mm",
+        "addmm",
+        "_grouped_mm",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    )
+)
+"""Products with weights, and attention: operations whose outputs selective checkpointing keeps."""
 PROBE = ((5, 6, 7, 8, 9, 10), (5, 6, 4, 3))
 PROBE_BOUND_NATS = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -106,7 +123,7 @@ def refuse_different(model: PreTrainedModel) -> None:
 
 
 def load_model(
-    path: Path | str, *, dtype: str = "float32", device: str = "cpu", gradient_checkpointing: bool = False
+    path: Path | str, *, dtype: str = "float32", device: str = "cpu", gradient_checkpointing: Checkpointing = False
 ) -> PreTrainedModel:
     """Causal LM of a directory or hub name, in evaluation mode. Raises `ModelError`."""
     try:
@@ -121,16 +138,24 @@ def load_model(
         raise ModelError(f"model {str(path)!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
     model.to(device).eval()
     refuse_different(model)
-    if gradient_checkpointing:
-        checkpoint_layers(model)
+    checkpoint_layers(model, gradient_checkpointing)
     return model
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
-    """Has layers drop their activations and compute them again in the backward pass."""
+def checkpoint_layers(model: PreTrainedModel, kind: Checkpointing) -> None:
+    """Has layers drop their activations and compute them again in the backward pass.
+
+    The kind `selective` keeps the outputs of `KEPT_OPERATIONS`, so that only what is cheap is computed again; False
+    changes nothing.
+    """
+    if not kind:
+        return
+    options: dict[str, object] = {"use_reentrant": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT_OPERATIONS))
     # Before transformers 5.23 only the older name exists; since then it warns.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable(options)
     for module in model.modules():
         # Layers checkpoint in training mode only; their inner modules stay in evaluation mode, without dropout.
         if isinstance(module, GradientCheckpointingLayer):

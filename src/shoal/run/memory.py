@@ -109,7 +109,10 @@ def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[s
     tokens = min(max(budget, row), config.train.groups_per_step * of_group)
     of_layer = _kept_by_hand(sizes) * number_bytes if by_hand else _kept_by_modules(sizes, number_bytes)
     stream = sizes.hidden_size * WEIGHT_BYTES
-    of_token = layers * stream + of_layer if config.model.gradient_checkpointing else layers * of_layer
+    of_token = layers * of_layer
+    if kind := config.model.gradient_checkpointing:
+        products = _products(sizes) * number_bytes if kind == "selective" else 0
+        of_token = layers * (stream + products) + of_layer
     return {
         "activations": tokens * of_token,
         "logits": LOGIT_COPIES * min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * number_bytes,
@@ -127,6 +130,12 @@ def _kept_by_modules(sizes: Sizes, number_bytes: int) -> int:
     queries, keys = sizes.widths
     norms = 2 * sizes.hidden_size * (3 * WEIGHT_BYTES + number_bytes)
     return norms + (8 * (queries + keys) + queries + 4 * sizes.feed_forward) * number_bytes
+
+
+def _products(sizes: Sizes) -> int:
+    """Numbers that a layer computes of each token by products with weights, and by attention."""
+    queries, keys = sizes.widths
+    return 2 * queries + 2 * keys + 2 * sizes.feed_forward + 2 * sizes.hidden_size
 
 
 def _numbers(shapes: Mapping[str, list[int]]) -> int:

@@ -15,7 +15,7 @@ from transformers.core_model_loading import WeightRenaming
 from shoal.config.training import LoRAConfig
 from shoal.errors import ModelError
 from shoal.model import checkpoint_names
-from shoal.model.loading import checkpoint_layers, empty_model, load_model, refuse_different
+from shoal.model.loading import Checkpointing, checkpoint_layers, empty_model, load_model, refuse_different
 from shoal.model.tensor_files import FILE, INDEX, TensorFiles
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.weight_files import add_adapters
@@ -24,7 +24,12 @@ PROBED_TOKENS = 16
 
 
 def loaded(
-    path: Path | str, ranks: Ranks, device: str, lora: LoRAConfig | None = None, *, gradient_checkpointing: bool = False
+    path: Path | str,
+    ranks: Ranks,
+    device: str,
+    lora: LoRAConfig | None = None,
+    *,
+    gradient_checkpointing: Checkpointing = False,
 ) -> PreTrainedModel:
     """Model at `path`, sharded over the ranks; each rank reads its part only, unless adapters are added.
 
@@ -40,7 +45,9 @@ def loaded(
     return model
 
 
-def load_sharded(path: Path, ranks: Ranks, device: str, *, gradient_checkpointing: bool = False) -> PreTrainedModel:
+def load_sharded(
+    path: Path, ranks: Ranks, device: str, *, gradient_checkpointing: Checkpointing = False
+) -> PreTrainedModel:
     """Causal LM in float32, sharded over the ranks, in evaluation mode; all ranks call it. Raises `ModelError`.
 
     Attention is checked on a copy with a vocabulary of few tokens, because the whole one would be gathered here.
@@ -52,8 +59,7 @@ def load_sharded(path: Path, ranks: Ranks, device: str, *, gradient_checkpointin
     refuse_different(probed)
     del probed
     model = empty_model(path)
-    if gradient_checkpointing:
-        checkpoint_layers(model)
+    checkpoint_layers(model, gradient_checkpointing)
     ranks.shard(model, device)
     fill(model, files, device)
     return model
