@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ class TinkerServer:
     url: str
     folder: Path
     model: str
+    arguments: tuple[str, ...] = ()
 
     def kill(self) -> None:
         """Ends the server at once; its children die with it."""
@@ -41,24 +42,24 @@ class TinkerServer:
     def start_again(self) -> None:
         """Starts the server on the same folder and port."""
         port = int(self.url.rpartition(":")[2])
-        self.process, self.url = _started(self.model, self.folder, port)
+        self.process, self.url = _started(self.model, self.folder, port, self.arguments)
 
 
 @contextmanager
-def tinker_serving(model: Path, folder: Path, name: str = "tiny") -> Iterator[TinkerServer]:
+def tinker_serving(model: Path, folder: Path, *arguments: str, name: str = "tiny") -> Iterator[TinkerServer]:
     """Serves one model under a name."""
-    process, url = _started(f"{name}={model}", folder, 0)
-    server = TinkerServer(process, url, folder, f"{name}={model}")
+    process, url = _started(f"{name}={model}", folder, 0, arguments)
+    server = TinkerServer(process, url, folder, f"{name}={model}", arguments)
     try:
         yield server
     finally:
         server.end()
 
 
-def _started(model: str, folder: Path, port: int) -> tuple[subprocess.Popen[str], str]:
+def _started(model: str, folder: Path, port: int, arguments: Sequence[str]) -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "shoal.cli", "serve", "tinker", "--model", model, "--device", "cpu"]
     process = subprocess.Popen(
-        [*command, "--port", str(port), "--folder", str(folder)],
+        [*command, "--port", str(port), "--folder", str(folder), *arguments],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TINKER_API_KEY": ",".join(KEYS)},

@@ -216,7 +216,7 @@ def evaluate(
 
 
 app.command(rich_help_panel=MODELS)(run_commands.chat)
-app.command(rich_help_panel=MODELS)(serve)
+app.command(cls=WithSettings, rich_help_panel=MODELS)(serve)
 
 
 @app.command(rich_help_panel=LOOK)

@@ -22,6 +22,7 @@ class Api(StrEnum):
 
 
 def serve(
+    context: typer.Context,
     model: Annotated[
         list[str], typer.Option(help="Directory, hub name, GGUF file, demo or smollm2; tinker takes several.")
     ],
@@ -34,11 +35,16 @@ def serve(
     ] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     folder: Annotated[Path, typer.Option(help="Where tinker's models and requests are kept.")] = Path("runs/tinker"),
-    engines: Annotated[int, typer.Option(min=1, help="Weights that tinker's clients sample from at once.")] = 1,
+    engines: Annotated[
+        int, typer.Option(min=0, help="Weights that tinker's clients sample from at once, on this host.")
+    ] = 1,
     log: Annotated[Path | None, typer.Option(help="File that gets a line of JSON per request.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No line per request in the terminal.")] = False,
 ) -> None:
-    """Answer OpenAI and Anthropic clients with a model, or the tinker package's training loops."""
+    """Answer OpenAI and Anthropic clients with a model, or the tinker package's training loops.
+
+    With tinker, settings of [cluster] let engines and the trainer join from other hosts: --cluster.listen=HOST:PORT.
+    """
     import uvloop
 
     from shoal.config import parse
@@ -52,8 +58,10 @@ def serve(
             raise ConfigError(f"--log: expected none with tinker, whose requests are kept in --folder; got {log}")
         from shoal.run.serve_tinker import serve_tinker
 
-        def announce_tinker(url: str, key: str, names: Sequence[str]) -> None:
+        def announce_tinker(url: str, key: str, names: Sequence[str], roles_url: str) -> None:
             print(f"TINKER_BASE_URL={url} TINKER_API_KEY={key}", f"base_model: {', '.join(names)}", sep="\n")
+            if roles_url:
+                print(f"roles join {roles_url}; SHOAL_RUN_TOKEN is in {folder / 'run.token'}")
             sys.stdout.flush()
 
         share = max(cores() // 2, 1)
@@ -66,9 +74,13 @@ def serve(
             threads=share,
             device=device,
             announce=announce_tinker,
+            on_event=lambda name, state: print(name, state, flush=True),
+            overrides=context.obj,
         )
         uvloop.run(serving)
         return
+    if context.obj:
+        raise ConfigError(f"{context.obj[0]}: expected an option of this command; settings are taken with tinker")
     if len(model) > 1:
         raise ConfigError(f"--model: expected one, got {len(model)}; only tinker serves several")
     config = parse({"model": {"path": model[0], "device": device}, "tasks": [{"name": "chain_sum"}]})

@@ -26,9 +26,10 @@ from shoal.cluster.registry import EngineRole, RunInfo
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine import protocol
 from shoal.engine.detect_server import connect
+from shoal.engine.http_client import HttpEngine
 from shoal.engine.launch import engine_child
 from shoal.engine.replica import PoolEngine
-from shoal.errors import ChildDied, EngineUnavailable, RequestRefused
+from shoal.errors import ChildDied, ConfigError, EngineUnavailable, RequestRefused
 from shoal.net.client import Client
 from shoal.net.command import Command
 from shoal.net.listening import free_port, listening_socket, own_address, tls_files, url_of
@@ -66,6 +67,8 @@ class EngineHost:
             try:
                 info = await run_info(client)
                 puller = VersionPuller(client, self.folder / info.key.hex()[:16], info.key)
+                if info.tinker and self.command:
+                    raise ConfigError("COMMAND: expected none, a Tinker server needs the adapters of Shoal's engine")
                 try:
                     model_dir = await puller.pull(0)
                 except EngineUnavailable as error:  # the run has ended meanwhile, or another one began
@@ -170,19 +173,30 @@ class EngineFront:
             Route("/score", self._score, methods=["POST"]),
             Route("/abort_requests", self._abort, methods=["POST"]),
             Route("/update_weights", self._update, methods=["POST"]),
+            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
+            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/health", self._health),
             Route("/info", self._info),
         ]
         guard = Middleware(guarded, token=token)
         self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict(HANDLERS))
 
+    @property
+    def _own(self) -> HttpEngine:
+        """The engine, if it is Shoal's own: adapters and logprobs of other tokens are asked of no other."""
+        if not isinstance(self._engine, HttpEngine):
+            raise RequestRefused("model, others: expected none, the engine of this host is not Shoal's own")
+        return self._engine
+
     async def _generate(self, http: Request) -> Response:
         asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.GenerateRequest)
         params = asked.sampling_params
         sampling = protocol.sampling_of(params)
-        answering = asyncio.create_task(
-            self._engine.generate(asked.token_ids, sampling, n=params.n, priority=asked.priority)
-        )
+        if asked.model is None:
+            asking = self._engine.generate(asked.token_ids, sampling, n=params.n, priority=asked.priority)
+        else:
+            asking = self._own.generate(asked.token_ids, sampling, n=params.n, adapter=asked.model)
+        answering = asyncio.create_task(asking)
         gone = asyncio.create_task(disconnected(http))
         try:
             await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -197,6 +211,8 @@ class EngineFront:
 
     async def _score(self, http: Request) -> Response:
         asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.LogprobsRequest)
+        if asked.others or asked.model is not None:
+            return json(await self._own.scored(asked.token_ids, asked.others, adapter=asked.model))
         return json(protocol.ScoreResponse(await self._engine.score(asked.token_ids)))
 
     async def _abort(self, _: Request) -> Response:
@@ -208,9 +224,23 @@ class EngineFront:
         if asked.path:
             raise RequestRefused("path: expected none, this engine pulls its versions")
         directory = await self._puller.pull(asked.version)
-        await self._engine.update_weights(asked.version, directory if asked.version == 0 else directory / FILE)
+        whole = asked.version == 0 or not await asyncio.to_thread((directory / FILE).exists)
+        await self._engine.update_weights(asked.version, directory if whole else directory / FILE)
         self._puller.remove_before(asked.version)
         return json(protocol.WeightInfo(asked.version, ""))
+
+    async def _load_adapter(self, http: Request) -> Response:
+        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.LoadAdapterRequest)
+        if asked.lora_path:
+            raise RequestRefused("lora_path: expected none, this engine pulls its versions")
+        directory = await self._puller.pull(asked.version)
+        loaded = await self._own.load_adapter(asked.lora_name, asked.version, directory)
+        self._puller.remove_before(asked.version)
+        return json(protocol.LoadedAdapters(loaded))
+
+    async def _unload_adapter(self, http: Request) -> Response:
+        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.UnloadAdapterRequest)
+        return json(protocol.LoadedAdapters(await self._own.unload_adapter(asked.lora_name)))
 
     async def _health(self, _: Request) -> Response:
         await self._engine.alive()

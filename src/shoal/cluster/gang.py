@@ -38,6 +38,23 @@ class RankLost(ChildDied):
     """A rank of another host has left: the run can go on from its log with another one."""
 
 
+class TinkerJob(msgspec.Struct, frozen=True):
+    """Frame for the worker of a Tinker server, which takes a folder of the rank's host for the folder in the frame."""
+
+    frame: bytes
+    fetched: str = ""
+    """Ticket of the files with which the folder begins."""
+    filled: str = ""
+    """Ticket under which the server takes the files that are in the folder then."""
+
+
+class TinkerJobDone(msgspec.Struct, frozen=True):
+    """Answer of the worker to a job; `failed` says why the job's files did not pass."""
+
+    frame: bytes
+    failed: str = ""
+
+
 class RemoteRank:
     """Rank of another host. Implements `trainer.worker.Rank`."""
 
@@ -70,25 +87,41 @@ class RemoteRank:
         """Answer to a request, whose files have come. Raises `RankLost` and `TimeoutError`."""
         with ExitStack() as stack:
             sent, folder = self._without_paths(request, stack)
-            frame = await asyncio.to_thread(wire.encode, sent)
-            self._asked += 1
-            self._answer = asyncio.get_running_loop().create_future()
-            await self._line.send(NUMBER.pack(self._asked) + frame)
-            lost = asyncio.create_task(self._lost.wait(), name=f"loss of {self._name}")
-            lost.add_done_callback(lambda _: self._answer and self._answer.cancel())
-            try:
-                async with asyncio.timeout(timeout_s):
-                    answer = await self._answer
-            except asyncio.CancelledError:
-                if self._lost.is_set():
-                    await self.died()
-                raise
-            finally:
-                lost.cancel()
-            if folder is not None:
-                for path in await asyncio.to_thread(lambda: list(folder.iterdir())):
-                    await asyncio.to_thread(sync, path)
-            return answer_from(answer)
+            return answer_from(await self._exchanged(await asyncio.to_thread(wire.encode, sent), folder, timeout_s))
+
+    async def done(self, frame: bytes, timeout_s: float, *, fetched: Path | None, filled: Path | None) -> bytes:
+        """Answer of a Tinker server's worker to a frame. Raises `RankLost` and `TimeoutError`.
+
+        The worker finds the files of one folder; another folder gets those that it wrote.
+        """
+        with ExitStack() as stack:
+            tickets = (stack.enter_context(self._shelf.ticket(one)) if one else "" for one in (fetched, filled))
+            job = await asyncio.to_thread(wire.encode, TinkerJob(frame, *tickets))
+            done = wire.decode(await self._exchanged(job, filled, timeout_s), TinkerJobDone)
+        if done.failed:
+            raise RankLost(f"{self._name} cannot work: {done.failed}")
+        return done.frame
+
+    async def _exchanged(self, frame: bytes, folder: Path | None, timeout_s: float) -> bytes:
+        """Frame of an answer, once the files in `folder` that came with it are on the disk."""
+        self._asked += 1
+        self._answer = asyncio.get_running_loop().create_future()
+        await self._line.send(NUMBER.pack(self._asked) + frame)
+        lost = asyncio.create_task(self._lost.wait(), name=f"loss of {self._name}")
+        lost.add_done_callback(lambda _: self._answer and self._answer.cancel())
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await self._answer
+        except asyncio.CancelledError:
+            if self._lost.is_set():
+                await self.died()
+            raise
+        finally:
+            lost.cancel()
+        if folder is not None:
+            for path in await asyncio.to_thread(lambda: list(folder.iterdir())):
+                await asyncio.to_thread(sync, path)
+        return answer
 
     def _without_paths(self, request: Request, stack: ExitStack) -> tuple[Request, Path | None]:
         """Request with tickets in place of paths, and the folder into which files come."""

@@ -7,9 +7,10 @@ The model, checkpoints and Versions pass as files into and out of a temporary fo
 """
 
 import asyncio
+import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,10 @@ import msgspec
 
 from shoal import wire
 from shoal.cluster.files import NAME, fetch_files, send_files
-from shoal.cluster.gang import NUMBER
+from shoal.cluster.gang import NUMBER, TinkerJob, TinkerJobDone
 from shoal.cluster.joining import ASK_AGAIN_S, OtherRun, hold_lease, run_info
-from shoal.cluster.registry import Gathered, RankRole
+from shoal.cluster.registry import Gathered, RankRole, RunInfo
+from shoal.config import ModelConfig
 from shoal.errors import ChildDied, EngineUnavailable, ShoalError, WireError
 from shoal.net.client import Client
 from shoal.net.listening import free_port, own_address
@@ -68,7 +70,7 @@ class RankHost:
                     await asyncio.sleep(ASK_AGAIN_S)
                     continue
                 with suppress(OtherRun):
-                    link = _Link(self, client, model_dir)
+                    link = (_TinkerLink if info.tinker else _Link)(self, client, model_dir, info)
                     await hold_lease(self.url, self.token, self._role(), info.key, announce, link.connected)
             finally:
                 await client.aclose()
@@ -85,8 +87,8 @@ class RankHost:
 class _Link:
     """The worker process of a rank, and what passes between it and the run."""
 
-    def __init__(self, host: RankHost, client: Client, model_dir: Path) -> None:
-        self._host, self._client, self._model_dir = host, client, model_dir
+    def __init__(self, host: RankHost, client: Client, model_dir: Path, info: RunInfo) -> None:
+        self._host, self._client, self._model_dir, self._info = host, client, model_dir, info
         self._work = host.folder / f"work-{os.getpid()}"
 
     @asynccontextmanager
@@ -117,29 +119,41 @@ class _Link:
         self, word: Gathered, socket: aiohttp.ClientWebSocketResponse, frames: "asyncio.Queue[bytes]"
     ) -> None:
         """Starts the worker, and answers each request; ends with the worker."""
-        where = [f"--rank={word.rank}", f"--ranks={word.ranks}", f"--master={word.master}"]
-        if word.per_host is not None:
-            where.append(f"--ranks-per-host={word.per_host}")
-        gpus = [self._host.gpu] if self._host.gpu else []
-        environment = torch_environment(self._host.threads or cores(), gpus, gathers=True)
-        log = self._host.folder / f"trainer-{word.rank}.log"
-        child = Child(f"trainer rank {word.rank}", "shoal.trainer.worker", where, log, environment)
+        child = self._child(word)
         with suppress(ChildDied, ConnectionError):  # the run sees that the rank is gone
             async with child, asyncio.TaskGroup() as tasks:
                 beating = tasks.create_task(_beat(socket, child), name="heartbeat")
                 while not child.closed():
                     frame = await frames.get()
                     answer = await self._answer(child, frame[NUMBER.size :], first=word.rank == 0)
-                    await socket.send_bytes(frame[: NUMBER.size] + wire.encode(answer))
+                    await socket.send_bytes(frame[: NUMBER.size] + answer)
                 beating.cancel()
 
-    async def _answer(self, child: Child, frame: bytes, *, first: bool) -> Answer:
+    def _child(self, word: Gathered) -> Child:
+        where = [f"--rank={word.rank}", f"--ranks={word.ranks}", f"--master={word.master}"]
+        if word.per_host is not None:
+            where.append(f"--ranks-per-host={word.per_host}")
+        return self._worker(word, "shoal.trainer.worker", where, gathers=True)
+
+    def _worker(self, word: Gathered, module: str, arguments: Sequence[str], *, gathers: bool = False) -> Child:
+        gpus = [self._host.gpu] if self._host.gpu else []
+        environment = torch_environment(self._host.threads or cores(), gpus, gathers=gathers)
+        log = self._host.folder / f"trainer-{word.rank}.log"
+        return Child(f"trainer rank {word.rank}", module, arguments, log, environment)
+
+    async def _emptied(self) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
+        self._work.mkdir(parents=True)
+
+    async def _answer(self, child: Child, frame: bytes, *, first: bool) -> bytes:
+        return wire.encode(await self._carried_out(child, frame, first=first))
+
+    async def _carried_out(self, child: Child, frame: bytes, *, first: bool) -> Answer:
         try:
             request = await asyncio.to_thread(request_from, frame)
             ticket, request = self._with_paths(request)
             if ticket:
-                await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
-                self._work.mkdir(parents=True)
+                await self._emptied()
             if isinstance(request, LoadCheckpoint):
                 await fetch_files(self._client, ticket, self._work)
             answer = answer_from(await child.ask(wire.encode(request), ANSWER_TIMEOUT_S))
@@ -167,6 +181,32 @@ class _Link:
             case LoadCheckpoint(ticket):
                 return ticket, LoadCheckpoint(str(self._work))
         return "", request
+
+
+class _TinkerLink(_Link):
+    """The worker process that trains for a Tinker server, and what passes between it and the server."""
+
+    def _child(self, word: Gathered) -> Child:
+        model = ModelConfig.model_validate_json(self._info.model_json)
+        threads, bases = self._host.threads or cores(), {self._info.tinker: str(self._model_dir)}
+        options = {"work": self._work, "threads": threads, "dtype": model.dtype, "device": model.device}
+        arguments = [f"--{name}={value}" for name, value in options.items()]
+        return self._worker(word, "shoal.tinker.worker", [*arguments, json.dumps(bases)])
+
+    async def _answer(self, child: Child, frame: bytes, *, first: bool) -> bytes:
+        job = await asyncio.to_thread(wire.decode, frame, TinkerJob)
+        try:
+            await self._emptied()
+            if job.fetched:
+                await fetch_files(self._client, job.fetched, self._work)
+            answer = await child.ask(job.frame, ANSWER_TIMEOUT_S)
+            if job.filled:
+                await send_files(self._client, job.filled, self._work)
+        except ChildDied:
+            raise
+        except (ShoalError, OSError) as error:
+            return wire.encode(TinkerJobDone(b"", f"{type(error).__name__}: {error}"))
+        return wire.encode(TinkerJobDone(answer))
 
 
 async def _beat(socket: aiohttp.ClientWebSocketResponse, child: Child) -> None:

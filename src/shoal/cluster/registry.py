@@ -45,7 +45,10 @@ class RunInfo(msgspec.Struct, frozen=True):
     """Section `config.ModelConfig`; its `path` is not used."""
     engine_json: str
     sampling: Sampling
-    max_model_len: int
+    max_model_len: int | None
+    """None for the model's own."""
+    tinker: str = ""
+    """Name of the model that clients of a Tinker server train; empty for a run."""
     protocol: int = PROTOCOL
 
 

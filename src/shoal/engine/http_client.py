@@ -138,6 +138,11 @@ class PullingEngine(HttpEngine):
         """Returns once the engine serves the Version; the path is the run's own, and is not sent."""
         await self._client.post("/update_weights", protocol.UpdateWeightsRequest(version))
 
+    async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
+        """Loads the adapter that is a Version under a name; returns the Versions of all adapters by name."""
+        body = protocol.LoadAdapterRequest(name, "", version)
+        return (await self._client.ask("POST", "/v1/load_lora_adapter", protocol.LoadedAdapters, body)).adapters
+
 
 def _absolute(path: Path) -> str:
     return str(path.absolute())

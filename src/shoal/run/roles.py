@@ -6,7 +6,7 @@ The run's token is in the environment, or is made and kept in the run directory,
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -77,10 +77,7 @@ async def opened_roles(
     if config.services_at is None or not config.cluster.listen:
         yield None
         return
-    run_dir, (host, port) = Path(config.run_dir), config.services_at
-    with replaced(run_dir / TOKEN_FILE, private=True) as unfinished:
-        unfinished.write_text(prepared.token)
-    identity = Identity.load(run_dir / KEY_FILE)
+    identity = kept_identity(config, prepared.token)
     info = RunInfo(
         identity.public_key,
         config.model.model_dump_json(),
@@ -89,20 +86,50 @@ async def opened_roles(
         prepared.max_model_len,
     )
     shared: RunServer | None = getattr(prepared.service, "task_server", None)
-    own = RunServer(host=host, port=port, token=prepared.token)
-    server = shared or own.__enter__()
-    try:
-        shelf = FileShelf()
-        server.add([*VersionServer(store, prepared.model_dir, identity).routes, *shelf.routes])
-        roles = Roles(server, info, shelf, lambda name, state: trackers.log_event("role", role=name, state=state))
-        trackers.log_event("roles", url=server.url, token_file=str(run_dir / TOKEN_FILE))
-        try:
+    versions = VersionServer(store, prepared.model_dir, identity)
+    async with run_server(config, prepared.token, shared) as server:
+        with registry(
+            server, info, versions, lambda name, state: trackers.log_event("role", role=name, state=state)
+        ) as roles:
+            trackers.log_event("roles", url=server.url, token_file=str(Path(config.run_dir) / TOKEN_FILE))
             yield roles
-        finally:
-            roles.shut()
+
+
+def kept_identity(config: Config, token: str) -> Identity:
+    """Identity of a run; it and the token stay in the run directory."""
+    run_dir = Path(config.run_dir)
+    with replaced(run_dir / TOKEN_FILE, private=True) as unfinished:
+        unfinished.write_text(token)
+    return Identity.load(run_dir / KEY_FILE)
+
+
+@asynccontextmanager
+async def run_server(config: Config, token: str, shared: RunServer | None = None) -> AsyncIterator[RunServer]:
+    """The server that listens already, or one where `cluster.listen` says."""
+    if shared is not None:
+        yield shared
+        return
+    assert config.services_at is not None
+    host, port = config.services_at
+    own = RunServer(host=host, port=port, token=token).__enter__()
+    try:
+        yield own
     finally:
-        if shared is None:
-            await asyncio.to_thread(own.__exit__, None, None, None)
+        await asyncio.to_thread(own.__exit__, None, None, None)  # its last answers need this event loop
+
+
+@contextmanager
+def registry(
+    server: RunServer, info: RunInfo, versions: VersionServer, on_event: Callable[[str, str], None]
+) -> Iterator[Roles]:
+    """Lets roles join, and pull Versions; `on_event` gets the name of a role and what became of it."""
+    shelf = FileShelf()
+    server.add([*versions.routes, *shelf.routes])
+    roles = Roles(server, info, shelf, on_event)
+    try:
+        yield roles
+    finally:
+        roles.shut()
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import uvicorn
@@ -29,14 +30,18 @@ async def serve_tinker(
     engines: int,
     threads: int,
     device: str,
-    announce: Callable[[str, str, Sequence[str]], None],
+    announce: Callable[[str, str, Sequence[str], str], None],
+    on_event: Callable[[str, str], None],
+    overrides: Sequence[str] = (),
 ) -> None:
-    """Serves until SIGTERM or SIGINT. `announce` gets URL, key and model names. Raises a `ShoalError`.
+    """Serves until SIGTERM or SIGINT. `announce` gets URL, key, model names, and where roles join.
 
     Each of `models` is a directory, a hub name or an embedded model, or NAME= and that. Clients use NAME, the option
-    itself without it, and for an embedded model its directory.
+    itself without it, and for an embedded model its directory. `overrides` are settings of `[cluster]`; `on_event` gets
+    the name of each role and what became of it. Raises a `ShoalError`.
     """
     try:
+        from shoal.run.tinker_roles import cluster_config, joinable
         from shoal.tinker.app import TinkerApp
         from shoal.tinker.service import ServerSettings, TinkerService
     except ModuleNotFoundError as error:
@@ -50,11 +55,18 @@ async def serve_tinker(
         KEY_BEGINS + secrets.token_urlsafe(24),
     )
     settings = ServerSettings(bases, folder, engines, threads, device=device)
+    cluster, on_step = cluster_config(settings, overrides), _shown(folder / "runs")
     with listening_socket(host, port) as listening:
-        async with TinkerService(settings, _shown(folder / "runs")) as service:
+        async with AsyncExitStack() as stack:
+            roles_url = ""
+            if cluster is not None:
+                joining = joinable(cluster, settings, on_step, on_event)
+                service, roles_url = await stack.enter_async_context(joining)
+            else:
+                service = await stack.enter_async_context(TinkerService(settings, on_step))
             app = guarded(TinkerApp(service, keys).app, media_type="", host=host)
             server = uvicorn.Server(uvicorn_config(app, idle_s=120))
-            announce(url_of(listening), keys[0], tuple(bases))
+            announce(url_of(listening), keys[0], tuple(bases), roles_url)
             await server.serve(sockets=[listening])
 
 

@@ -1,5 +1,7 @@
 """Messages between the Tinker server and its trainer process."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -93,6 +95,17 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Answer = CarriedOut | Failed
+
+
+def with_folder(request: Request, place: Callable[[str], Path]) -> Request:
+    """Request with another folder in place of its own, if it has one."""
+    folder = folder_of(request)
+    return msgspec.structs.replace(request, folder=str(place(folder))) if folder else request
+
+
+def folder_of(request: Request) -> str:
+    """Folder of a request; empty without one."""
+    return request.folder if isinstance(request, Open | Save | Load) else ""
 
 
 def request_from(frame: bytes) -> Request:

@@ -1,14 +1,16 @@
-"""Engines that sample for the Tinker server: a few processes, each serving a base model with all adapters on it.
+"""Engines that sample for the Tinker server, each serving a base model with all adapters on it.
 
-Weights of another form than an adapter take a process for themselves while they are asked for.
+Some are processes of this host; others join from other hosts, and leave. Weights of another form than an adapter take
+an engine for themselves while they are asked for.
 """
 
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 from shoal.config import EngineConfig, ModelConfig
@@ -26,7 +28,36 @@ MOST_ADAPTERS = 48
 """Adapters that an engine keeps beside those in use; the one that was used longest ago goes first."""
 
 
-@dataclass
+class NumberedWeights:
+    """Numbers by which engines load weights. An engine that joined pulls them from this server by number.
+
+    Invariant: a number is greater than all before it, also than those of a server that ran here before. They count
+    from the microsecond in which the server started.
+    """
+
+    def __init__(self) -> None:
+        self._next = count(time.time_ns() // 1000)
+        self._folders: dict[int, Path] = {}
+
+    @contextmanager
+    def number(self, folder: Path) -> Iterator[int]:
+        """A new number of the weights in a folder, for as long as the block lasts."""
+        number = next(self._next)
+        self._folders[number] = folder
+        try:
+            yield number
+        finally:
+            del self._folders[number]
+
+    def directory_of(self, version: int) -> Path:
+        """Implements `weights.serving.Versions`."""
+        folder = self._folders.get(version)
+        if folder is None:
+            raise FileNotFoundError(f"no engine loads weights {version} now")
+        return folder
+
+
+@dataclass(eq=False)
 class Slot:
     """An engine, the weights that it serves, and the number of requests that it answers now."""
 
@@ -37,7 +68,8 @@ class Slot:
     longest: int
     """Tokens of a prompt and its completion at most."""
     users: int = 0
-    version: int = 0
+    joined: str = ""
+    """Name of an engine that joined; empty for a process of this host."""
     used_at: float = 0.0
     adapters: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Loaded adapters with the number of requests that each answers now; last used last."""
@@ -65,9 +97,18 @@ class ServedWeights:
 class Samplers:
     """Engines by weights. A request for weights that no engine serves waits for an idle engine, which loads them."""
 
-    def __init__(self, bases: Mapping[str, Path], folder: Path, *, most: int, threads: int, dtype: str) -> None:
-        """`folder` holds all weights but those of the bases; `most` engines of each base run at once."""
-        self._bases, self._folder, self._most = dict(bases), folder, most
+    def __init__(
+        self,
+        bases: Mapping[str, Path],
+        folder: Path,
+        numbered: NumberedWeights,
+        *,
+        most: int,
+        threads: int,
+        dtype: str,
+    ) -> None:
+        """`folder` holds all weights but those of the bases; `most` processes of each base run at once here."""
+        self._bases, self._folder, self._numbered, self._most = dict(bases), folder, numbered, most
         self._threads, self._dtype = threads, dtype
         self._slots: list[Slot] = []
         self._changed = asyncio.Condition()
@@ -77,6 +118,24 @@ class Samplers:
     async def aclose(self) -> None:
         """Ends the engines."""
         await self._stack.aclose()
+
+    async def join(self, name: str, base: str, engine: HttpEngine) -> None:
+        """Uses an engine that joined, whatever weights it has. Raises `EngineError`."""
+        try:
+            info = await engine.info()
+        except BaseException:
+            await engine.aclose()
+            raise
+        weights = "" if info.version else await asyncio.to_thread(_name, self._bases[base], FILE)
+        async with self._changed:
+            self._slots.append(Slot(base, weights, engine, info.max_model_len, joined=name))
+            self._changed.notify_all()
+
+    async def leave(self, name: str) -> None:
+        """Uses an engine that joined no more; others are asked what it was asked."""
+        for slot in [slot for slot in self._slots if slot.joined == name]:
+            self._slots.remove(slot)
+            await slot.engine.aclose()
 
     @asynccontextmanager
     async def engine(self, base: str, weights: Path | None) -> AsyncIterator[ServedWeights]:
@@ -89,10 +148,7 @@ class Samplers:
                 name = await self._adapted(slot, weights)
             yield ServedWeights(slot.engine, name, slot.longest)
         except EngineUnavailable:
-            try:
-                await slot.engine.alive()
-            except EngineUnavailable:
-                self._slots = [other for other in self._slots if other is not slot]  # the next request starts another
+            await self._check(slot)
             raise
         finally:
             async with self._changed:
@@ -101,20 +157,39 @@ class Samplers:
                     slot.adapters[name] -= 1
                 self._changed.notify_all()
 
+    async def _check(self, slot: Slot) -> None:
+        """Forgets an engine that does not answer; the next request starts another, or waits for one that joins."""
+        try:
+            await slot.engine.alive()
+        except EngineUnavailable:
+            self._slots = [other for other in self._slots if other is not slot]
+
     async def _adapted(self, slot: Slot, folder: Path) -> str:
         """Name under which the engine serves an adapter; counts one use of it."""
         name = await asyncio.to_thread(_name, folder, ADAPTER_FILE)
         async with slot.loading:
             if name not in slot.adapters:
-                idle = next((known for known, users in slot.adapters.items() if not users), None)
-                if len(slot.adapters) >= MOST_ADAPTERS and idle is not None:
+                if len(slot.adapters) >= MOST_ADAPTERS:
+                    idle = await self._idle_adapter(slot)
                     del slot.adapters[idle]
                     await slot.engine.unload_adapter(idle)
-                await slot.engine.load_adapter(name, 0, folder)
+                with self._numbered.number(folder) as number:
+                    loaded = await slot.engine.load_adapter(name, number, folder)
+                for unknown in loaded.keys() - slot.adapters.keys() - {name}:  # of a server that ran here before
+                    await slot.engine.unload_adapter(unknown)
                 slot.adapters[name] = 0
             slot.adapters[name] += 1
             slot.adapters.move_to_end(name)
         return name
+
+    async def _idle_adapter(self, slot: Slot) -> str:
+        """The adapter that was used longest ago, once one is not in use."""
+        async with self._changed:
+            while True:
+                for name, users in slot.adapters.items():
+                    if not users:
+                        return name
+                await self._changed.wait()
 
     async def _slot(self, base: str, weights: Path) -> Slot:
         asked = time.monotonic()
@@ -135,17 +210,22 @@ class Samplers:
         """An engine that serves the weights now; None as long as all are busy with other weights."""
         same = [slot for slot in self._slots if slot.base == base]
         name = await asyncio.to_thread(_name, weights, FILE)
-        serving = next((slot for slot in same if slot.weights == name), None)
+        serving = min((slot for slot in same if slot.weights == name), key=lambda slot: slot.users, default=None)
         if serving is not None:
             longest_wait = min(self._waiting)
             impatient = longest_wait < asked and time.monotonic() - longest_wait > PATIENCE_S
             return None if impatient and serving.users else serving
-        if len(same) < self._most:
+        if sum(not slot.joined for slot in same) < self._most:
             return await self._start(base, weights)
         idle = min((slot for slot in same if not slot.users), key=lambda slot: slot.used_at, default=None)
         if idle is not None:
-            await idle.engine.update_weights(idle.version + 1, weights)
-            idle.version, idle.weights = idle.version + 1, name
+            idle.weights = ""  # until it has the others
+            try:
+                await self._load(idle.engine, weights)
+            except EngineUnavailable:
+                await self._check(idle)
+                raise
+            idle.weights = name
         return idle
 
     async def _start(self, base: str, weights: Path) -> Slot:
@@ -164,10 +244,13 @@ class Samplers:
         name = await asyncio.to_thread(_name, weights, FILE)
         slot = Slot(base, name, engine, (await engine.info()).max_model_len)
         if weights != self._bases[base]:
-            await engine.update_weights(1, weights)
-            slot.version = 1
+            await self._load(engine, weights)
         self._slots.append(slot)
         return slot
+
+    async def _load(self, engine: HttpEngine, weights: Path) -> None:
+        with self._numbered.number(weights) as number:
+            await engine.update_weights(number, weights)
 
 
 def _name(folder: Path, file: str) -> str:

@@ -7,13 +7,13 @@ clients were given stay as they are.
 
 import asyncio
 import contextlib
-import json
 import secrets
 import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,21 +22,21 @@ import msgspec
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
-from shoal import wire
 from shoal.errors import ChildDied, EngineError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.model.renderer_loading import load_renderer
-from shoal.net.process import Child, torch_environment
 from shoal.tinker import messages as m
-from shoal.tinker.samplers import Samplers
+from shoal.tinker.samplers import NumberedWeights, Samplers
 from shoal.tinker.sampling import sample
 from shoal.tinker.store import KEPT_S, Sampler, SavedWeights, Store, StoredModel, StoredRequest
+from shoal.tinker.trainer import ModelsTrainer, Trainers, carried_out, local_trainer
 
-ANSWER_TIMEOUT_S = 3600.0
 STATE_SHARE = 0.05
 """Share of the time that writing states may take; restarting takes longer when it is written less often."""
 MOST_UNNAMED = 4
 """Unnamed sampler weights of one session that stay on disk; older ones are removed."""
 EXPIRY_CHECK_S = 60.0
+MOST_TRIES = 4
+"""Engines of which one sampling request is asked, where they end amid it."""
 MOST_TOGETHER = 8
 """Models whose gradients are computed together."""
 
@@ -57,26 +57,46 @@ class TinkerService:
     """Futures of training and sampling requests. Use it as an async context manager."""
 
     def __init__(
-        self, settings: ServerSettings, on_step: Callable[[str, int, Mapping[str, float]], None] | None = None
+        self,
+        settings: ServerSettings,
+        on_step: Callable[[str, int, Mapping[str, float]], None] | None = None,
+        numbered: NumberedWeights | None = None,
+        trainers: Trainers | None = None,
     ) -> None:
-        """`on_step` gets each optimizer step of each model with its numbers: loss, tokens, grad_norm and lr."""
+        """`on_step` gets each optimizer step of each model with its numbers: loss, tokens, grad_norm and lr.
+
+        Joined engines pull weights by the numbers of `numbered`. Without `trainers` a process of this host trains.
+        """
         self.settings, self._on_step = settings, on_step
         self._sums: dict[str, dict[str, float]] = {}  # of the gradients that the next step of a model takes
         self.store = Store(settings.folder / "server.sqlite")
         self.renderers = {name: load_renderer(path) for name, path in settings.bases.items()}
-        self._samplers = Samplers(
-            settings.bases, settings.folder, most=settings.engines, threads=settings.threads, dtype=settings.dtype
+        self.samplers = Samplers(
+            settings.bases,
+            settings.folder,
+            numbered or NumberedWeights(),
+            most=settings.engines,
+            threads=settings.threads,
+            dtype=settings.dtype,
+        )
+        self._trainers = trainers or partial(
+            local_trainer,
+            settings.bases,
+            settings.folder / "trainer.log",
+            threads=settings.threads,
+            dtype=settings.dtype,
+            device=settings.device,
         )
         self._queues: dict[str, deque[StoredRequest]] = {}
         self._arrived = asyncio.Event()
         self._resolved: dict[str, asyncio.Event] = {}
         self._written: dict[str, tuple[float, float]] = {}  # model: when its state was written, and how long it took
-        self._child: Child | None = None
+        self._trainer: ModelsTrainer | None = None
+        self._stack = contextlib.AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         self._tasks = asyncio.TaskGroup()
         await self._tasks.__aenter__()
-        await self._start_trainer()
         for request in self.store.pending():
             self._enqueue(request)
         self._background = [self._tasks.create_task(self._work()), self._tasks.create_task(self._expire())]
@@ -86,11 +106,11 @@ class TinkerService:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._tasks._abort()  # type: ignore[attr-defined]
-        await self._tasks.__aexit__(None, None, None)
-        await self._samplers.aclose()
-        if self._child is not None:
-            await self._child.end()
-        self.store.close()
+        try:
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            await self.samplers.aclose()
+            self.store.close()
 
     def submit(self, id_: str, target: str, kind: str, body: bytes) -> str:
         """Takes a request durably and returns its id; a second submission of an id is the first one's future."""
@@ -121,20 +141,26 @@ class TinkerService:
 
     async def _work(self) -> None:
         """Carries out the training requests, each model's in order; gradients of several models together."""
-        while True:
-            heads = sorted((queue[0] for queue in self._queues.values()), key=lambda request: request.number)
-            if not heads:
-                self._arrived.clear()
-                await self._arrived.wait()
-                continue
-            kind = heads[0].kind
-            batch = [r for r in heads if r.kind == kind][:MOST_TOGETHER] if kind == "forward_backward" else heads[:1]
-            await self._trained(batch)
-            for request in batch:
-                queue = self._queues[request.target]
-                queue.popleft()
-                if not queue:
-                    del self._queues[request.target]
+        async with self._stack:
+            await self._start_trainer()
+            while True:
+                await self._next()
+
+    async def _next(self) -> None:
+        """Carries out the next requests."""
+        heads = sorted((queue[0] for queue in self._queues.values()), key=lambda request: request.number)
+        if not heads:
+            self._arrived.clear()
+            await self._arrived.wait()
+            return
+        kind = heads[0].kind
+        batch = [r for r in heads if r.kind == kind][:MOST_TOGETHER] if kind == "forward_backward" else heads[:1]
+        await self._trained(batch)
+        for request in batch:
+            queue = self._queues[request.target]
+            queue.popleft()
+            if not queue:
+                del self._queues[request.target]
 
     async def _trained(self, batch: Sequence[StoredRequest]) -> None:
         """Carries out requests together; alone and on a new trainer when that fails for another reason than theirs."""
@@ -195,12 +221,12 @@ class TinkerService:
         weights = Path(sampler.folder) if sampler.folder else None
         if weights is not None and not await asyncio.to_thread(weights.exists):
             raise RequestRefused(f"sampler {sampler.id}: its weights were removed; save them again, or under a name")
-        for attempt in (1, 2):
+        for attempt in range(1, MOST_TRIES + 1):
             try:
-                async with self._samplers.engine(sampler.base, weights) as engine:
+                async with self.samplers.engine(sampler.base, weights) as engine:
                     return await sample(engine, self.renderers[sampler.base], wanted)
             except EngineUnavailable:
-                if attempt == 2:
+                if attempt == MOST_TRIES:
                     raise
         raise AssertionError
 
@@ -275,18 +301,19 @@ class TinkerService:
         return folder
 
     async def _start_trainer(self) -> None:
-        """Starts the trainer process and brings every model to where it was."""
-        if self._child is not None:
-            await self._child.end()
-        settings = self.settings
-        bases = json.dumps({name: str(path) for name, path in settings.bases.items()})
-        arguments = ["--threads", str(settings.threads), "--dtype", settings.dtype, "--device", settings.device, bases]
-        log = settings.folder / "trainer.log"
-        child = Child("trainer", "shoal.tinker.worker", arguments, log, torch_environment(settings.threads))
-        self._child = await child.__aenter__()
-        for model in self.store.models():
-            if not model.closed:
-                await self._take_up(model)
+        """Takes a new trainer, and brings every model to where it was."""
+        while True:
+            await self._stack.aclose()
+            self._trainer = await self._stack.enter_async_context(self._trainers())
+            try:
+                for model in self.store.models():
+                    if not model.closed:
+                        await self._take_up(model)
+            except ChildDied:
+                if not self._trainer.replaced:
+                    raise
+            else:
+                return
 
     async def _take_up(self, model: StoredModel) -> None:
         """Opens a model from its state on disk, and repeats what it was asked since."""
@@ -307,17 +334,8 @@ class TinkerService:
                     await self._ask(m.OptimStep(model.id, msgspec.json.decode(request.body, type=m.Adam)))
 
     async def _ask(self, request: m.Request) -> m.CarriedOut:
-        assert self._child is not None
-        try:
-            frame = await self._child.ask(wire.encode(request), ANSWER_TIMEOUT_S)
-        except TimeoutError:
-            raise ChildDied(
-                f"the trainer has not answered {type(request).__name__} for {ANSWER_TIMEOUT_S:g} s"
-            ) from None
-        answer = m.answer_from(frame)
-        if isinstance(answer, m.Failed):
-            raise RequestRefused(answer.reason) if answer.refused else EngineError(answer.reason)
-        return answer
+        assert self._trainer is not None
+        return await carried_out(self._trainer, request)
 
     async def _expire(self) -> None:
         """Removes checkpoints whose time is over."""

@@ -29,18 +29,19 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--work", type=Path, default=Path(), help="Where the folders of requests lie.")
     parser.add_argument("bases")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     bases = {name: Path(path) for name, path in json.loads(options.bases).items()}
     models = TrainedModels(bases, options.dtype, resolve_device(options.device))
     with socket.socket(fileno=options.fd) as connection:
-        serve(connection, lambda frame: _answer(models, frame))
+        serve(connection, lambda frame: _answer(models, frame, options.work))
 
 
-def _answer(models: TrainedModels, frame: bytes) -> Iterable[bytes]:
+def _answer(models: TrainedModels, frame: bytes, work: Path) -> Iterable[bytes]:
     try:
-        answer: m.Answer = carried_out(models, m.request_from(frame))
+        answer: m.Answer = carried_out(models, m.with_folder(m.request_from(frame), lambda name: work / name))
     except ShoalError as error:
         answer = m.Failed(str(error), True)
     except (RuntimeError, ValueError, OSError, MemoryError) as error:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,7 +21,6 @@ from starlette.routing import Route
 from shoal.net.identity import Identity
 from shoal.net.server import Refused, json
 from shoal.weights.manifest import SHARD_BYTES, Manifest, SignedManifest, encoded, manifest_of, signed
-from shoal.weights.store import WeightStore
 
 KEPT_SHARDS = 64
 """Encoded shards kept for the next asker: engines ask for the same ones at about the same time."""
@@ -43,10 +43,17 @@ class _Place:
             return file.read(self.size)
 
 
+class Versions(Protocol):
+    """Versions on disk, by number."""
+
+    def directory_of(self, version: int) -> Path:
+        """Folder of a Version. May raise `FileNotFoundError`."""
+
+
 class VersionServer:
     """Routes of a run's Versions. All calls come from the event loop that serves them."""
 
-    def __init__(self, store: WeightStore, model_dir: Path, identity: Identity) -> None:
+    def __init__(self, store: Versions, model_dir: Path, identity: Identity) -> None:
         self._store, self._model_dir, self._identity = store, model_dir, identity
         self._manifests: dict[int, asyncio.Task[SignedManifest]] = {}
         self._places: dict[str, list[_Place]] = {}
@@ -64,14 +71,14 @@ class VersionServer:
         version = http.path_params["version"]
         known = self._manifests.get(version)
         if known is None or (known.done() and known.exception() is not None):
-            directory = self._store.directory_of(version) if version else self._model_dir
-            known = self._manifests[version] = asyncio.create_task(self._signed(version, directory))
+            known = self._manifests[version] = asyncio.create_task(self._signed(version))
         try:
             return json(await asyncio.shield(known))
         except FileNotFoundError:
             raise Refused(404, f"version {version} is not here; ask for the newest") from None
 
-    async def _signed(self, version: int, directory: Path) -> SignedManifest:
+    async def _signed(self, version: int) -> SignedManifest:
+        directory = self._store.directory_of(version) if version else self._model_dir
         manifest = await asyncio.to_thread(manifest_of, version, directory)
         for digest, places in list(self._places.items()):
             self._places[digest] = kept = [place for place in places if place.file.exists()]

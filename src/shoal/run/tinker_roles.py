@@ -1,0 +1,119 @@
+"""Roles of other hosts at a Tinker server: engines that sample for it, and the rank that trains for it."""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from shoal import wire
+from shoal.cluster.gang import Gang, RemoteRank
+from shoal.cluster.registry import EngineRole, RankRole, Role, RoleLine, Roles, RunInfo
+from shoal.config import Config, parse
+from shoal.engine.http_client import PullingEngine
+from shoal.errors import ConfigError
+from shoal.run.roles import kept_identity, launched, registry, run_server, run_token
+from shoal.tinker import messages as m
+from shoal.tinker.samplers import NumberedWeights, Samplers
+from shoal.tinker.service import ServerSettings, TinkerService
+from shoal.types import Sampling
+from shoal.weights.serving import VersionServer
+
+OnStep = Callable[[str, int, Mapping[str, float]], None]
+
+
+def cluster_config(settings: ServerSettings, overrides: Sequence[str]) -> Config | None:
+    """Configuration of a run with the settings of `[cluster]`; None without any. Raises `ConfigError`."""
+    others = [one for one in overrides if not one.removeprefix("--").startswith("cluster.")]
+    if others:
+        raise ConfigError(f"{others[0]}: expected an option of this command or a setting of [cluster]")
+    if not overrides and settings.engines:
+        return None
+    base = str(next(iter(settings.bases.values())))
+    run: dict[str, JsonValue] = {
+        "model": {"path": base, "dtype": settings.dtype, "device": settings.device},
+        "run_dir": str(settings.folder),
+        "tasks": [{"name": "chain_sum"}],
+        "engine": {"count": settings.engines},
+    }
+    config = parse(run, overrides)
+    cluster = config.cluster
+    if len(settings.bases) > 1:
+        raise ConfigError(f"--model: expected one with cluster.listen, whose roles pull it; got {len(settings.bases)}")
+    if cluster.trainer is not None and cluster.trainer.ranks > 1:
+        raise ConfigError(f"cluster.trainer: expected one rank, which trains all adapters; got {cluster.trainer.ranks}")
+    if cluster.engines is not None and cluster.engines.command:
+        raise ConfigError(
+            "cluster.engines.command: expected none, a Tinker server needs the adapters of Shoal's engine"
+        )
+    return config
+
+
+@asynccontextmanager
+async def joinable(
+    config: Config, settings: ServerSettings, on_step: OnStep, on_event: Callable[[str, str], None]
+) -> AsyncIterator[tuple[TinkerService, str]]:
+    """Service whose engines and trainer come from other hosts, and the URL where they join.
+
+    `on_event` gets the name of a role and what became of it.
+    """
+    ((name, model_dir),) = settings.bases.items()
+    token = run_token(config)
+    settings.folder.mkdir(parents=True, exist_ok=True)
+    identity = kept_identity(config, token)
+    sections = config.model.model_dump_json(), config.engine.model_dump_json()
+    info = RunInfo(identity.public_key, *sections, Sampling(1), None, name)
+    numbered = NumberedWeights()
+    async with run_server(config, token) as server:
+        with registry(server, info, VersionServer(numbered, model_dir, identity), on_event) as roles:
+            trainers = partial(_joined_trainer, roles) if config.cluster.trainer else None
+            async with TinkerService(settings, on_step, numbered, trainers) as service:
+                roles.open(EngineRole, _JoinedEngines(service.samplers, name))
+                with launched(config, token):
+                    yield service, server.url
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedEngines:
+    """Handler of engines."""
+
+    samplers: Samplers
+    base: str
+
+    async def join(self, name: str, role: Role, line: RoleLine) -> None:
+        """Returns once clients sample from the engine. Raises `EngineError`."""
+        assert isinstance(role, EngineRole)
+        await self.samplers.join(name, self.base, PullingEngine(role.url, token=role.token))
+
+    async def leave(self, name: str) -> None:
+        """Returns once others answer what the engine was asked."""
+        await self.samplers.leave(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _JoinedTrainer:
+    """Trainer that is a rank of another host. Implements `tinker.trainer.ModelsTrainer`."""
+
+    rank: RemoteRank
+    replaced: bool = True
+
+    async def exchanged(self, request: m.Request, timeout_s: float) -> bytes:
+        """Frame of the answer; files of the request's folder have passed."""
+        folder = Path(m.folder_of(request)) if m.folder_of(request) else None
+        frame = wire.encode(m.with_folder(request, lambda _: Path()))
+        filled = folder if isinstance(request, m.Save) else None
+        return await self.rank.done(frame, timeout_s, fetched=None if filled else folder, filled=filled)
+
+
+@asynccontextmanager
+async def _joined_trainer(roles: Roles) -> AsyncIterator[_JoinedTrainer]:
+    """Waits until a rank joins; leaving the block frees it, to join again without any model."""
+    gang = Gang(1, None, roles.shelf)
+    roles.open(RankRole, gang)
+    try:
+        async with gang.ranks() as (rank,):
+            yield _JoinedTrainer(rank)
+    finally:
+        roles.close(RankRole)
