@@ -401,12 +401,13 @@ def test_a_server_that_cannot_start_says_where_to_look(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached by others; give a token"):
         server_config(ServerOptions(tmp_path, host="0.0.0.0"))
 
-    async def main() -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            taken.listen()
-            async with NatsServer(ServerOptions(tmp_path, port=taken.getsockname()[1])):
-                pass
+    async def started(options: ServerOptions) -> None:
+        async with NatsServer(options):
+            pass
 
-    with pytest.raises(ChildDied, match=r"see .*server\.log"):
-        asyncio.run(main())
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="port: expected a free one"):
+        asyncio.run(started(ServerOptions(tmp_path, port=taken.getsockname()[1])))
+    no_certificate = tmp_path / "empty.pem"
+    no_certificate.touch()
+    with pytest.raises(ChildDied, match=r"see .*(server|start)\.log"):
+        asyncio.run(started(ServerOptions(tmp_path, tls_cert=no_certificate, tls_key=no_certificate)))

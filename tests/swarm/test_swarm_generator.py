@@ -41,7 +41,7 @@ TASKS = [TaskConfig(name="gcd", rewrite=[("Find the Greatest Common Divisor \\(G
 
 
 @contextmanager
-def openai_server(status: int = 200) -> Iterator[str]:
+def openai_server(status: int = 200, models: Sequence[str] = ("frozen",)) -> Iterator[str]:
     """Says 3."""
 
     class Said(BaseHTTPRequestHandler):
@@ -49,7 +49,14 @@ def openai_server(status: int = 200) -> Iterator[str]:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             assert asked["messages"][-1]["content"].startswith("gcd")
             choice = {"message": {"content": "3"}, "finish_reason": "stop"}
-            body = json.dumps({"choices": [choice]}).encode()
+            self.answer({"choices": [choice]})
+
+        def do_GET(self) -> None:
+            assert self.path == "/v1/models"
+            self.answer({"data": [{"id": name} for name in models]})
+
+        def answer(self, said: object) -> None:
+            body = json.dumps(said).encode()
             self.send_response(status)
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
@@ -181,6 +188,17 @@ def test_a_model_behind_an_openai_url_answers() -> None:
 
     with Library(TASKS, 0) as library, openai_server() as url:
         asyncio.run(main(url, library.services[0].draw(Split.TRAIN, 0)))
+
+
+def test_a_model_without_a_name_is_the_only_one_that_its_server_lists() -> None:
+    async def name(url: str) -> str:
+        async with ChatModel(url) as model:
+            return model.name
+
+    with openai_server() as url:
+        assert asyncio.run(name(url)) == "frozen"
+    with openai_server(models=["a", "b"]) as url, pytest.raises(ConfigError, match="expected the name of one of a, b"):
+        asyncio.run(name(url))
 
 
 def test_a_model_that_refuses_the_first_question_ends_the_generator_with_its_sentence(tmp_path: Path) -> None:

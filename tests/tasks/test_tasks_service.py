@@ -379,7 +379,7 @@ def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first
     async def main(server: TaskServer) -> None:
         async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
             await (socket.send_bytes(first) if binary else socket.send_str(first.decode()))
-            said = [json.loads(one.data) async for one in _answered(socket, first == HELLO and not binary)]
+            said = [json.loads(one.data) async for one in _answered(socket, first == HELLO)]
             assert said[-1]["type"] == "refused"
             assert said[-1]["reason"] not in ("", "None")
         async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
@@ -405,7 +405,7 @@ def test_a_worker_that_reads_nothing_does_not_hold_up_the_end_of_the_server() ->
             jobs = [ScoreJob(ASKED, ["x" * 1_000_000])] * 20
             scoring = [asyncio.create_task(server.done(server.call("fast", job, JobScores, 60.0))) for job in jobs]
             await until(lambda: server.status_of("fast")["running"] == len(jobs))
-            await asyncio.to_thread(server.__exit__)
+            await asyncio.to_thread(server.__exit__, None, None, None)
             assert {type(one) for one in await asyncio.gather(*scoring, return_exceptions=True)} == {EnvironmentFailed}
 
     asyncio.run(main(TaskServer(["fast"], lease_s=600.0).__enter__()))

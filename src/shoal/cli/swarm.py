@@ -84,7 +84,7 @@ def join(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key=value.")],
     server: Annotated[list[str] | None, typer.Option(help="Instead of swarm.servers.")] = None,
     model_url: Annotated[str | None, typer.Option(help="Answer with a frozen model: an OpenAI URL, with /v1.")] = None,
-    model: Annotated[str, typer.Option(help="Name of the model there.")] = "default",
+    model: Annotated[str, typer.Option(help="Name of the model there; the only one if unset.")] = "",
     key: Annotated[str, typer.Option(help="API key of the model.", envvar="SHOAL_MODEL_KEY")] = "",
     rule: Annotated[str | None, typer.Option(help="Answer with a program: truth, or module:function.")] = None,
     every: Annotated[float, typer.Option(min=0.125, help="Seconds between two questions that are answered.")] = 1.0,

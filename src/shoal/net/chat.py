@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import aiohttp
 import msgspec
 
-from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.net.client import Retry, authorization, exchange
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.net.client import Retry, authorization, decoded, exchange, words
 from shoal.types import Json, Message, Role, ToolCall
 
 MOST_BYTES = 4 * 1024 * 1024
@@ -70,6 +70,14 @@ class _Body(msgspec.Struct):
     choices: list[ChatChoice]
 
 
+class _Named(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Named]
+
+
 class _ErrorBody(msgspec.Struct):
     error: dict[str, object]
 
@@ -93,6 +101,21 @@ def wire_of(message: Message) -> dict[str, Json]:
 def wire_of_call(call: ToolCall) -> dict[str, Json]:
     """Tool call in the form of OpenAI's clients."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+async def only_model(http: aiohttp.ClientSession, url: str, key: str = "") -> str:
+    """Name of the one model that a server lists; `url` is up to and including /v1.
+
+    Raises `EngineUnavailable` for a server that does not list models, and `ConfigError` for one that has several.
+    """
+    listing = f"{url.rstrip('/')}/models"
+    status, body = await exchange(http, "GET", listing, b"", authorization(key), timeout_s=TIMEOUT_S)
+    if status != 200:
+        raise EngineUnavailable(f"{listing}: HTTP {status}: {words(body)}")
+    names = [one.id for one in decoded(body, _Models, listing).data]
+    if len(names) != 1:
+        raise ConfigError(f"model: expected the name of one of {', '.join(names) or 'no models'} at {url}, got none")
+    return names[0]
 
 
 async def completion(

@@ -182,7 +182,12 @@ class Child:
             )
             failing.pop_all()
         ours.setblocking(False)
-        self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
+        try:
+            self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
+        except BaseException:  # such as the end of the event loop, which cancels all its tasks
+            self.kill()
+            await ended(self._process, self.kill, GRACE_S)
+            raise
 
     async def __aexit__(self, *_: object) -> None:
         await self.end()
@@ -288,29 +293,47 @@ class Child:
         Unsent bytes are discarded: a child that hangs would never read them.
         """
         self._writer.transport.abort()
-        await settled(asyncio.ensure_future(self._end()), self.kill)
-
-    async def _end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            self._signal(number)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GRACE_S):
-                    await self._process.wait()
-                return
+        self._signal(signal.SIGTERM)
+        await ended(self._process, self.kill, GRACE_S, hurry=self.kill)
 
 
-async def settled(work: asyncio.Future[T], hurry: Callable[[], None] = lambda: None) -> T:
-    """Result of the work. A cancellation calls `hurry`, and takes effect once the work is done.
+async def ended(
+    process: asyncio.subprocess.Process,
+    kill: Callable[[], None],
+    grace_s: float,
+    *,
+    hurry: Callable[[], None] = lambda: None,
+) -> None:
+    """Waits for the end of a process that was asked to end; kills it after `grace_s`, and waits as long again.
 
-    An event loop that closed before the end of a child would never see that end.
+    A cancellation calls `hurry`, and takes effect afterwards. The caller's own task waits, because an event loop that
+    ends cancels all others; a loop that closed before the end of a process would never see that end.
     """
+    cancelled = None
+    clock = asyncio.get_running_loop().time
+    until = [clock() + grace_s * n for n in (2, 1)]
+    while process.returncode is None and until:
+        try:
+            async with asyncio.timeout_at(until[-1]):
+                await process.wait()
+        except TimeoutError:
+            until.pop()
+            kill()
+        except asyncio.CancelledError as error:
+            cancelled = error
+            hurry()
+    if cancelled is not None:
+        raise cancelled
+
+
+async def settled(work: asyncio.Future[T]) -> T:
+    """Result of the work; a cancellation takes effect once the work is done."""
     cancelled = None
     while not work.done():
         try:
             await asyncio.wait([work])
         except asyncio.CancelledError as error:
             cancelled = error
-            hurry()
     result = work.result()
     if cancelled is not None:
         raise cancelled

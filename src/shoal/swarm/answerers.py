@@ -14,7 +14,7 @@ import aiohttp
 
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.answer import written
-from shoal.net.chat import FIRST_PAUSE_S, ChatChoice, ChatRefused, completion, wire_of
+from shoal.net.chat import FIRST_PAUSE_S, ChatChoice, ChatRefused, completion, only_model, wire_of
 from shoal.swarm.offer import GeneratorKind, OfferedRollout
 from shoal.swarm.strategy import own_function
 from shoal.types import Message, Task
@@ -45,7 +45,8 @@ class ChatModel:
 
     url: str
     """URL up to and including /v1."""
-    name: str
+    name: str = ""
+    """Name of the model; without one it is the only model that the server lists."""
     key: str = ""
     max_tokens: int = 256
     temperature: float | None = 1.0
@@ -57,6 +58,11 @@ class ChatModel:
 
     async def __aenter__(self) -> "ChatModel":
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+        try:
+            self.name = self.name or await only_model(self._http, self.url, self.key)
+        except BaseException:
+            await self._http.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

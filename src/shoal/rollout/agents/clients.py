@@ -13,7 +13,6 @@ import contextlib
 import inspect
 import os
 import re
-import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ import msgspec
 from shoal.errors import TaskError
 from shoal.interfaces import Model
 from shoal.net.openai_client import close_clients, session_client
-from shoal.net.process import cores, settled
+from shoal.net.process import cores, ended, settled
 from shoal.plugins import own_code
 from shoal.rollout.agents.runner import AgentFailed, Play
 from shoal.tasks.sdk import outcome_of
@@ -151,7 +150,7 @@ async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> Async
                 complaint = await _last_line(process.stderr)
                 code = await process.wait()
             finally:
-                await settled(asyncio.ensure_future(_ended(starting)))
+                await _ended(starting)
             if code:
                 how = f"signal {code - 128}" if code > 128 else f"code {code}"  # the supervisor ends as a shell does
                 raise AgentFailed(f"agent: its process ended with {how}{complaint}")
@@ -176,13 +175,9 @@ async def _ended(starting: asyncio.Future[asyncio.subprocess.Process]) -> None:
     if starting.cancelled() or starting.exception() is not None:
         return
     process = starting.result()
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.returncode is not None:
-            return
-        process.send_signal(number)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_S):
-                await process.wait()
+    if process.returncode is None:
+        process.terminate()
+        await ended(process, process.kill, END_S)
 
 
 def _outcome(written: bytes) -> Outcome:
