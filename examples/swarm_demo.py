@@ -141,9 +141,8 @@ async def _each_condition(
         configs = [node_config(plan, one, models[one.name], DemoCondition.SWARM, server.url) for one in plan.trainees]
         url = await stack.enter_async_context(_serve_model(plan, frozen))
         for name, how in (("frozen", ["--model-url", url]), ("rule", ["--rule", "truth"])):
-            settings = configs[0].model_copy(update={"run_dir": str(plan.folder / name)})
-            path = _written(plan, name, settings)
-            command = ["swarm", "join", str(path), *how, "--every", str(PAUSE_S)]
+            path, folder = _written(plan, name, configs[0]), plan.folder / name
+            command = ["swarm", "join", str(path), *how, f"--run_dir={folder}", "--every", str(PAUSE_S)]
             await _wait_until_joined(plan, name, await stack.enter_async_context(_child(plan, name, command)))
         found[DemoCondition.SWARM] = await _train_all(plan, configs)
     return found
