@@ -6,8 +6,6 @@ import pty
 import re
 import subprocess
 import sys
-from contextlib import redirect_stderr, redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,11 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks import MODULES
-from shoal.cli import BENCHES, main
+from command import shoal
+from shoal.cli import BENCHES
 from shoal.cli.swarm import app
 
 HOSTILE = "m\x1b[2J\r\nbanned \u202e"
-
-
-def shoal(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """A command in this process."""
-    out, err = StringIO(), StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        main(arguments)
-    return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
 def test_a_status_shows_what_a_server_said_on_one_line_and_without_control_characters(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from command import shoal
 from shoal.cli import main
 from shoal.cli.runs import run_at, run_names
 from shoal.config import parse, to_toml
@@ -116,11 +117,17 @@ def test_a_shell_can_complete_the_names_of_runs(here: Path) -> None:
     assert done.stdout.split() == ["mine-1"], done.stderr
 
 
-def test_a_model_answers_line_by_line_and_remembers_until_told_otherwise(tiny_model_dir: Path, here: Path) -> None:
+def test_a_model_answers_line_by_line_and_remembers_until_told_otherwise(
+    tiny_model_dir: Path, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its answers are the most likely tokens, so the same conversation has the same answer."""
     asked = ["hello", "again", "/new", "hello"]
-    command = [sys.executable, "-m", "shoal.cli", "chat", str(tiny_model_dir), "--max-tokens", "20", "--device", "cpu"]
-    done = subprocess.run(command, input="\n".join(asked), capture_output=True, text=True, check=False)
+    reads, writes = os.pipe()
+    os.write(writes, "\n".join(asked).encode())
+    os.close(writes)
+    with open(reads) as typed:
+        monkeypatch.setattr(sys, "stdin", typed)
+        done = shoal("chat", str(tiny_model_dir), "--max-tokens", "20", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     heading, first, second, _, third = done.stdout.rstrip("\n").split("\n> ")[:5]
     assert heading.startswith(str(tiny_model_dir))

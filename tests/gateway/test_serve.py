@@ -9,6 +9,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from command import shoal
+
 
 def test_beyond_loopback_serve_wants_its_key_of_every_client(tiny_model_dir: Path) -> None:
     """An address of this machine that is not written as one of loopback."""
@@ -29,7 +31,6 @@ def test_beyond_loopback_serve_wants_its_key_of_every_client(tiny_model_dir: Pat
 
 
 def test_serve_says_what_is_wrong_with_a_model() -> None:
-    command = [str(Path(sys.executable).with_name("shoal")), "serve", "--model", "./nothing-here"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = shoal("serve", "--model", "./nothing-here")
     assert (done.returncode, done.stdout) == (2, "")
     assert "does not exist" in done.stderr

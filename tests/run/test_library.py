@@ -1,6 +1,7 @@
 """Shoal as a library: the examples run, keywords are settings, and one's own mathematics is checked and carried."""
 
 import json
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import torch
 
 import service_tasks
 import shoal
+from command import Process
+from command import shoal as shoal_command
 from shoal.config import ModelConfig
 from shoal.config.training import OwnLoss, ReinforceLoss, TrainConfig
 from shoal.errors import ConfigError
@@ -47,15 +50,18 @@ def test_a_function_is_named_by_its_script_and_one_of_a_prompt_is_refused(tmp_pa
 
 
 @pytest.mark.parametrize("example", ["one_call", "own_mathematics", "own_loop"])
-def test_an_example_runs_and_has_at_most_30_lines(example: str, tmp_path: Path) -> None:
+def test_an_example_runs_and_has_at_most_30_lines(
+    example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [line for line in (EXAMPLES / f"{example}.py").read_text().splitlines() if line.strip()]
     assert len(lines) <= 30
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / f"{example}.py", "4"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [f"{example}.py", "4"])
+    runpy.run_path(str(EXAMPLES / f"{example}.py"), run_name="__main__")
     if example == "own_loop":
-        sampled_under = [json.loads(line.partition("Versions ")[2]) for line in done.stdout.splitlines()[:4]]
+        sampled_under = [
+            json.loads(line.partition("Versions ")[2]) for line in capsys.readouterr().out.splitlines()[:4]
+        ]
         assert all(step - 2 <= min(versions) <= max(versions) <= step for step, versions in enumerate(sampled_under))
         assert (tmp_path / "backward-model" / "model.safetensors").is_file()
     else:
@@ -124,22 +130,21 @@ def test_an_own_loss_trains_as_the_same_formula_of_shoal_does(mine: Callable[[st
 
 
 def test_a_run_with_another_loss_than_it_began_with_is_refused(tmp_path: Path) -> None:
-    def ended(*more: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", "shoal.cli", "train", "run.toml", *more]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    def ended(*more: str) -> Process:
+        return shoal_command("train", "run.toml", *more, cwd=tmp_path)
 
-    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "own_loss.py").write_text(MINE)
     (tmp_path / "run.toml").write_text(
         'run_dir = "run"\n[rollout]\nmax_tokens = 12\n[[tasks]]\nname = "spell_backward"\n'
-        '[train]\nsteps = 1\nloss = "mine:reinforce"\nadvantage = "mine:centred"\n[eval]\nquestions = 4\n'
+        '[train]\nsteps = 1\nloss = "own_loss:reinforce"\nadvantage = "own_loss:centred"\n[eval]\nquestions = 4\n'
     )
     assert ended("--dry-run").returncode == 0
-    refused = ended("--dry-run", "--train.loss=mine:flat")
+    refused = ended("--dry-run", "--train.loss=own_loss:flat")
     assert refused.returncode == 2
     assert "expected a gradient" in refused.stderr
     first = ended()
     assert first.returncode == 0, first.stderr
-    (tmp_path / "mine.py").write_text(MINE + "# another\n")
+    (tmp_path / "own_loss.py").write_text(MINE + "# another\n")
     again = ended("--resume", "--train.steps=2")
     assert again.returncode == 2
-    assert "was written with own_code = mine:reinforce@" in again.stderr
+    assert "was written with own_code = own_loss:reinforce@" in again.stderr

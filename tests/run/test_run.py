@@ -1,7 +1,5 @@
 """Whole runs through the command line: real engine, trainer, scorer and log."""
 
-import contextlib
-import io
 import json
 import os
 import re
@@ -10,14 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 from urllib.error import URLError
 from urllib.request import urlopen
 
 import psutil
 import pytest
 
-from shoal.cli import main
+from command import Process, shoal
 from shoal.experience.audit import audit
 
 CONFIG = """
@@ -53,9 +51,6 @@ OUTCOME = {
 }
 
 
-Process: TypeAlias = "subprocess.CompletedProcess[str]"
-
-
 class Finished(NamedTuple):
     """A run as a user starts it, with --view."""
 
@@ -64,14 +59,6 @@ class Finished(NamedTuple):
     url: str
     pages: list[str]
     """What the page said until the run had begun."""
-
-
-def shoal(*arguments: str, cwd: Path) -> Process:
-    """The command line in this process, which has loaded torch; engines and trainers are processes as ever."""
-    out, err, ends = io.StringIO(), io.StringIO(), pytest.raises(SystemExit)
-    with contextlib.chdir(cwd), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), ends as ended:
-        main(arguments)
-    return subprocess.CompletedProcess(arguments, int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import main
+from command import Process, shoal
 from shoal.config import load, to_toml
 from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
@@ -21,7 +21,8 @@ ALONE = ("first", "data", "reward", "agent", "trl")
 SHORT = ("--train.steps=3", "--eval.questions=6", "--eval.every_steps=0")
 
 
-def shoal(*words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def started(*words: str, cwd: Path) -> Process:
+    """A command in a process of its own, beside others."""
     return subprocess.run(
         [sys.executable, "-m", "shoal.cli", *words], cwd=cwd, capture_output=True, text=True, check=False
     )
@@ -35,17 +36,13 @@ def test_init_names_the_files_and_the_next_commands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_a_dry_run_of_a_starter_passes_from_any_folder(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_dry_run_of_a_starter_passes_from_any_folder(kind: str, tmp_path: Path) -> None:
     write_starter(kind, tmp_path / "mine")
-    with pytest.raises(SystemExit) as ended:
-        main(["train", "mine/run.toml", "--dry-run"])
-    assert ended.value.code == 0, capsys.readouterr().err
+    done = shoal("train", "mine/run.toml", "--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
 
 
-def test_the_tasks_of_all_starters_train_in_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tasks_of_all_starters_train_in_one_run(tmp_path: Path) -> None:
     """One run for five: what differs between them are their tasks."""
     tasks = []
     for kind in ALONE:
@@ -56,10 +53,9 @@ def test_the_tasks_of_all_starters_train_in_one_run(tmp_path: Path, capsys: pyte
         update={"tasks": tasks, "run_dir": str(tmp_path / "runs" / "all")}
     )
     (tmp_path / "all.toml").write_text(to_toml(whole))
-    with pytest.raises(SystemExit) as ended:
-        main(["train", str(tmp_path / "all.toml"), *SHORT])
-    said = capsys.readouterr().err
-    assert ended.value.code == 0, said
+    done = shoal("train", str(tmp_path / "all.toml"), *SHORT, cwd=tmp_path)
+    said = done.stderr
+    assert done.returncode == 0, said
     run = tmp_path / "runs" / "all"
     assert f"model: {run}/model" in said
     assert "sampled answers before and after training:" in said
@@ -78,11 +74,11 @@ def test_the_starter_of_a_swarm_has_two_nodes_that_meet(tmp_path: Path) -> None:
             assert server.stdout is not None
             url = server.stdout.readline().partition('["')[2].partition('"]')[0]
             command = ("train", "run.toml", f'--swarm.servers=["{url}"]', "--train.steps=8", *SHORT[1:])
-            done: dict[str, subprocess.CompletedProcess[str]] = {}
+            done: dict[str, Process] = {}
             nodes = [
                 threading.Thread(
                     target=lambda name, seed: done.update(
-                        {name: shoal(*command, f"--run_dir=runs/{name}", f"--seed={seed}", cwd=folder)}
+                        {name: started(*command, f"--run_dir=runs/{name}", f"--seed={seed}", cwd=folder)}
                     ),
                     args=(name, seed),
                 )
