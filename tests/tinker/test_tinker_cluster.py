@@ -1,5 +1,6 @@
 """Engines and the trainer of a Tinker server join it from elsewhere, and may be killed; no step is taken twice."""
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, steppe
 from tinker_server import KEYS, tinker_serving
 from train_runs import children
 
+ENGINE, WORKER = "shoal.engine.http_server", "shoal.tinker.worker"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -47,10 +49,10 @@ def test_engines_and_the_trainer_join_a_server_and_are_killed(
         server = stack.enter_context(tinker_serving(tiny_model_dir, tmp_path / "server", *cluster))
         with client_of(server, KEYS[0]) as service:
             steady, killed = trained(service), trained(service)
-            assert children(server.process, "shoal") == []
             wanted = stepped(steady, 6)
             losses = stepped(killed, 2)
             sampled_as_trained(killed)
+            assert [*children(server.process, ENGINE), *children(server.process, WORKER)] == []
             roles.append(joining(tmp_path / "d", *trainer))
             forward = killed.forward_backward([datum()], "cross_entropy")
             step = killed.optim_step(types.AdamParams(learning_rate=1e-2))
@@ -83,3 +85,22 @@ def test_a_cluster_that_cannot_serve_is_refused(bases: int, engines: int, given:
     settings = ServerSettings({str(number): Path() for number in range(bases)}, Path("nowhere"), engines)
     with pytest.raises(ConfigError, match=complaint):
         cluster_config(settings, given)
+
+
+@pytest.mark.cookbook
+@pytest.mark.skipif(not os.environ.get("SHOAL_COOKBOOK"), reason="run by make test-tinker: Ray takes long to start")
+@pytest.mark.timeout(600)
+def test_ray_starts_an_engine_and_the_trainer_of_a_server(tmp_path: Path, tiny_model_dir: Path) -> None:
+    cluster = (f"--cluster.listen=127.0.0.1:{free_port()}", "--cluster.address=local", "--cluster.trainer.hosts=1")
+    arguments = ("--engines=0", *cluster, "--cluster.engines.count=1")
+    with (
+        tinker_serving(tiny_model_dir, tmp_path, *arguments) as server,
+        client_of(server, KEYS[0]) as service,
+    ):
+        client = trained(service)
+        losses = stepped(client, 3)
+        assert losses[-1] < losses[0]
+        sampled_as_trained(client)
+    logs = tmp_path / "logs"
+    for name in ("ray-engine-0", "ray-rank-0"):
+        assert "joined http://127.0.0.1" in (logs / f"{name}.log").read_text()
