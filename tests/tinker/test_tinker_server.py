@@ -12,6 +12,7 @@ from tinker import types
 
 from benchmarks.tinker import compared
 from engine_models import plain
+from shoal.model.renderer_loading import load_renderer
 from shoal.observe.runs import WatchedRun
 from shoal.tinker.bodies import MOST_BYTES
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
@@ -195,6 +196,99 @@ def test_a_restored_state_gives_the_same_next_step(service: tinker.ServiceClient
     restored = service.create_training_client_from_state_with_optimizer(saved).result(TIMEOUT_S)
     assert stepped(restored, 1) == pytest.approx(after[0], abs=1e-6)
     assert logprobs(restored) == pytest.approx(after[1], abs=1e-6)
+
+
+def test_stops_and_seeds_bound_what_is_sampled(service: tinker.ServiceClient, tiny_model_dir: Path) -> None:
+    sampler = service.create_sampling_client(base_model="tiny").result(TIMEOUT_S)
+    renderer = load_renderer(tiny_model_dir)
+
+    def sampled(stop: list[str] | list[int] | None = None, seed: int = 5) -> types.SampledSequence:
+        params = types.SamplingParams(max_tokens=12, seed=seed, stop=stop)
+        return sampler.sample(types.ModelInput.from_ints(TOKENS), 1, params).result(TIMEOUT_S).sequences[0]
+
+    free = sampled([])
+    assert sampled([]).tokens == free.tokens
+    assert sampled([], seed=6).tokens != free.tokens
+    assert free.stop_reason == "length"
+    by_token = sampled([free.tokens[4]])
+    assert (by_token.tokens, by_token.stop_reason) == (free.tokens[: free.tokens.index(free.tokens[4]) + 1], "stop")
+    words = renderer.text(free.tokens[:7])[-2:]
+    by_text = sampled([words])
+    assert by_text.stop_reason == "stop"
+    assert words in renderer.text(by_text.tokens)
+    assert words not in renderer.text(by_text.tokens[:-1])
+
+
+def test_checkpoints_are_listed_until_they_are_deleted_or_their_time_is_over(
+    server: TinkerServer, service: tinker.ServiceClient
+) -> None:
+    client = trained(service)
+    stepped(client, 2)
+    first = client.save_state("first").result(TIMEOUT_S).path
+    second, third = (client.save_weights_for_sampler(name).result(TIMEOUT_S).path for name in ("second", "third"))
+    runs = f"{server.url}/api/v1/training_runs/{client.model_id}/checkpoints"
+    with httpx.Client(headers={"X-API-Key": KEYS[0]}) as http:
+
+        def listed() -> list[str]:
+            return [one["tinker_path"] for one in http.get(runs).json()["checkpoints"]]
+
+        assert listed() == [first, second, third]
+        assert http.delete(f"{runs}/sampler_weights/second").is_success
+        assert http.put(f"{runs}/sampler_weights/third/ttl", json={"ttl_seconds": 3600}).is_success
+        assert listed() == [first, third]
+        assert http.put(f"{runs}/sampler_weights/third/ttl", json={"ttl_seconds": 0}).is_success
+        assert listed() == [first]
+    with pytest.raises(tinker.NotFoundError, match="no checkpoint of this key"):
+        service.create_sampling_client(model_path=third).result(TIMEOUT_S)
+    after = logprobs(client)
+    restored = service.create_training_client_from_state(first).result(TIMEOUT_S)  # without the optimizer
+    assert logprobs(restored) == pytest.approx(after, abs=1e-6)
+    step = restored.optim_step(types.AdamParams(learning_rate=0.0)).result(TIMEOUT_S)
+    assert step.metrics is not None
+    assert step.metrics["version"] == 1.0
+
+
+def test_all_weights_are_trained_as_torch_does_and_served_until_the_model_is_unloaded(
+    server: TinkerServer, service: tinker.ServiceClient, tiny_model_dir: Path
+) -> None:
+    model = plain(tiny_model_dir)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
+    wanted = list[tuple[float, float]]()
+    for _ in range(3):
+        logits = model(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
+        loss = -logits.gather(-1, torch.tensor(TOKENS[1:])[:, None]).sum()
+        adam.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        wanted.append((loss.item(), norm.item()))
+        adam.step()
+    session, number = trained(service).model_id.partition(":")[0], 77
+
+    def asked(route: str, **fields: object) -> httpx.Response:
+        return httpx.post(f"{server.url}/api/v1/{route}", headers={"X-API-Key": KEYS[0]}, json=fields)
+
+    made = asked("create_model", session_id=session, model_seq_id=number, base_model="tiny").json()
+    while (info := asked("retrieve_future", request_id=made["request_id"])).status_code == httpx.codes.REQUEST_TIMEOUT:
+        pass
+    assert info.json()["type"] == "create_model"
+    told = types.GetInfoResponse.model_validate(asked("get_info", model_id=made["model_id"]).json())
+    assert told.is_lora is False
+    client = tinker.TrainingClient(service.holder, number, made["model_id"], info=told)
+    found = list[tuple[float, float]]()
+    for _ in range(3):
+        forward = client.forward_backward([datum()], "cross_entropy")
+        step = client.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
+        assert step.metrics is not None
+        found.append((forward.result(TIMEOUT_S).metrics["loss:sum"], step.metrics["unclipped_grad_l2:mean"]))
+    for one, torchs in zip(found, wanted, strict=True):
+        assert one == pytest.approx(torchs, rel=1e-5)
+    sampler = client.save_weights_and_get_sampling_client().result(TIMEOUT_S)
+    asked_of = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(TIMEOUT_S)
+    assert asked_of[1:] == pytest.approx(logprobs(client), abs=1e-4)
+    asked("unload_model", model_id=made["model_id"])
+    with pytest.raises(tinker.TinkerError):
+        logprobs(client)
+    assert asked("telemetry", session_id=session, events=[]).json() == {"status": "accepted"}
 
 
 def test_a_client_can_neither_use_nor_see_what_is_anothers(server: TinkerServer, service: tinker.ServiceClient) -> None:

@@ -31,6 +31,8 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     bytes INTEGER NOT NULL, version INTEGER NOT NULL, expires REAL
 );
 """
+KEPT = "coalesce(expires, 9e99) > ?"
+"""Condition of a checkpoint whose time is not over."""
 KEPT_S = 86_400.0
 """Seconds for which the result of a request can be fetched."""
 
@@ -225,13 +227,14 @@ class Store:
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(checkpoint))
 
     def checkpoint(self, path: str) -> SavedWeights | None:
-        """Checkpoint of a path."""
-        row = self._db.execute("SELECT * FROM checkpoints WHERE path = ?", (path,)).fetchone()
+        """Checkpoint of a path; None also when its time is over."""
+        row = self._db.execute(f"SELECT * FROM checkpoints WHERE path = ? AND {KEPT}", (path, time.time())).fetchone()
         return None if row is None else SavedWeights(*row)
 
     def checkpoints(self, model: str) -> list[SavedWeights]:
-        """Checkpoints of a model, oldest first."""
-        rows = self._db.execute("SELECT * FROM checkpoints WHERE model = ? ORDER BY created", (model,))
+        """Checkpoints of a model whose time is not over, oldest first."""
+        query = f"SELECT * FROM checkpoints WHERE model = ? AND {KEPT} ORDER BY created"
+        rows = self._db.execute(query, (model, time.time()))
         return [SavedWeights(*row) for row in rows]
 
     def expired(self, now: float) -> list[SavedWeights]:
