@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
+import aiohttp
 import pytest
-from test_view import DRAWN, made, seen
+from test_view import DRAWN, made, seen, viewing
 
 from benchmarks.view_run import write_run
 from browser import Page, chromium
@@ -28,6 +30,12 @@ async def read_to_the_end(page: Page, url: str) -> None:
     async with asyncio.timeout(60):
         while "still being read" in await page.value("document.body.textContent"):
             await page.goto(f"{url}/rollouts")
+
+
+async def read(run_dir: Path, path: str) -> str:
+    """A page as it comes over HTTP."""
+    async with viewing(run_dir) as url, aiohttp.ClientSession() as http, http.get(url + path) as answer:
+        return await answer.text()
 
 
 async def assert_readable(page: Page, url: str, width: int, views: tuple[str, ...]) -> None:
@@ -135,11 +143,21 @@ def test_the_swarm_page_says_what_peers_brought(tmp_path: Path) -> None:
     assert sentence.startswith("Over the last 4 steps a step trained 2 groups of peers. Their answers earned 0.500")
     assert sentence.endswith("above the 0.163 of its own answers.")
     (run_dir / "swarm").mkdir()
-    (run_dir / "swarm" / "status.json").write_text(json.dumps({"time_s": 1.0, "refused": {"own": 3}}))
+    peers = {"0123456789abcdef": {"trust": 0.875, "taken": 7, "newcomer": False, "gaps": 0}}
+    written = {"time_s": 1.0, "admitted": 12, "refused": {"unverified": 3}, "peers": peers}
+    (run_dir / "swarm" / "status.json").write_text(json.dumps(written))
     status = swarm_status(run_dir)
     assert status is not None
     assert "time_s" not in status
-    assert status["refused"] == {"own": 3}
+    assert status["refused"] == {"unverified": 3}
+    page = " ".join(re.sub("<[^>]*>", " ", asyncio.run(read(run_dir, "/swarm"))).split())
+    for shown in (
+        sentence.replace("'", "&#39;"),
+        "admitted 12",
+        "refused unverified 3",
+        "0123456789ab 0.875 7 False 0",
+    ):
+        assert shown in page
 
 
 def test_a_cost_is_hours_tokens_and_a_price_per_point_of_held_out_reward(tmp_path: Path) -> None:
