@@ -51,7 +51,8 @@ chaos: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/shoal bench chaos --minutes $(MINUTES) --json
 	$(BIN)/python -m benchmarks.chaos
 
-# A run on three Ray nodes of this machine: nodes are killed and one joins. FULL= trains three times as long.
+# A run on three Ray nodes of this machine: nodes are killed and one joins; then the same run on this machine alone.
+# FULL= trains three times as long.
 FULL := --quick
 cluster: $(VENV)/dev-installed
 	$(BIN)/shoal bench cluster $(FULL) --json

@@ -3,7 +3,7 @@
 Each host has a network, processes, files and a user of its own where this machine allows (`benchmarks.hosts`). One with
 an engine dies first, then a host joins, then one with a rank dies (`Plan.events`). A task
 service, which nobody restarts, is started again by hand where its host dies. The same run without Ray and other hosts
-follows, except with `--quick`.
+follows.
 
 recovered_s           seconds until as many engines are there again, and until the next step is trained; a host that
                       dies may have taken other roles too, which come back meanwhile
@@ -59,6 +59,7 @@ class Plan(msgspec.Struct, frozen=True):
     hosts: int = 3
     engines: int = 2
     questions: int = 256
+    checkpoint_every: int = 10
     events: tuple[Event, ...] = (Event.ENGINE, Event.JOIN, Event.RANK)
     """In order; deaths are spread over the first half of the steps."""
     ray: dict[str, str] = {}
@@ -67,10 +68,11 @@ class Plan(msgspec.Struct, frozen=True):
 
 QUICK = Plan(steps=240)
 SHORT = Plan(
-    steps=24,
+    steps=12,
     hosts=2,
     engines=1,
-    questions=4,
+    questions=2,
+    checkpoint_every=2,
     events=(Event.JOIN, Event.RANK),
     ray={"RAY_health_check_timeout_ms": "3000", "RAY_health_check_period_ms": "500"},
 )
@@ -78,11 +80,11 @@ SHORT = Plan(
 
 
 def measure(quick: bool) -> Report:
-    """Runs the demo's task on a cluster; `quick` trains a third of the steps, and compares with no other run."""
+    """Runs the demo's task on a cluster, then on this machine alone; `quick` trains a third of the steps."""
     demo_model()
     plan = QUICK if quick else Plan()
     report = on_hosts(plan)
-    return report if quick else {**report, **_compared(report, plan)}
+    return {**report, **compared(report, plan)}
 
 
 def on_hosts(plan: Plan) -> Report:
@@ -97,7 +99,7 @@ def on_hosts(plan: Plan) -> Report:
     return report
 
 
-def _compared(report: Report, plan: Plan) -> Report:
+def compared(report: Report, plan: Plan) -> Report:
     """Accuracy of the same run on this machine alone."""
     say("the same run on one machine")
     token, listen = secrets.token_urlsafe(16), f"127.0.0.1:{free_port()}"
@@ -131,24 +133,24 @@ def main(plan: Plan, *, apart: bool) -> Report:
     try:
         hosts: Hosts = Namespaces(ray_node(cluster.address)) if apart else RayNodes(cluster)
         with tempfile.TemporaryDirectory(prefix="shoal-cluster-") as folder:
-            return _measured(hosts, cluster.address, Path(folder), plan)
+            return _measured(hosts, cluster, Path(folder), plan)
     finally:
         cluster.shutdown()
 
 
-def _measured(hosts: Hosts, gcs: str, folder: Path, plan: Plan) -> Report:
+def _measured(hosts: Hosts, ray: Any, folder: Path, plan: Plan) -> Report:
     token, listen = secrets.token_urlsafe(16), f"{hosts.address}:{free_port(hosts.address)}"
     settings: dict[str, Any] = {
         "engine.count": 0,
         "reward.workers": 0,
-        "cluster.address": gcs,
+        "cluster.address": ray.address,
         "cluster.listen": listen,
         "cluster.engines.count": plan.engines,
         "cluster.trainer.hosts": RANKS,
         "cluster.rewards": 1,
     }
     names = [hosts.add() for _ in range(plan.hosts)]
-    _wait_for_nodes(gcs, plan.hosts + 1)  # Ray places a role on what is there
+    _wait_for_nodes(ray, plan.hosts + 1)  # Ray places a role on what is there
     say(f"hosts: {', '.join(names)}")
     run = _Run.started(folder / "run", token, plan, settings)
     try:
@@ -175,16 +177,12 @@ def _measured(hosts: Hosts, gcs: str, folder: Path, plan: Plan) -> Report:
     }
 
 
-def _wait_for_nodes(gcs: str, count: int) -> None:
-    import ray
-
-    ray.init(address=gcs, log_to_driver=False)
+def _wait_for_nodes(ray: Any, count: int) -> None:
     deadline_s = time.monotonic() + PATIENCE_S
-    while sum(node["Alive"] for node in ray.nodes()) < count:
+    while (there := sum(node["Alive"] for node in ray.global_state.node_table())) < count:
         if time.monotonic() > deadline_s:
-            raise ShoalError(f"expected {count} nodes of Ray, got {ray.nodes()}")
+            raise ShoalError(f"expected {count} nodes of Ray, got {there}")
         time.sleep(0.2)
-    ray.shutdown()
 
 
 class _Troubled:
@@ -255,7 +253,7 @@ class _Run:
         """Starts the demo's run, with a second task that a task service draws."""
         words: dict[str, Any] = {"name": "words", "weight": 0.25, "service": "remote"}
         own = {"train.steps": plan.steps, "eval.every_steps": 0, "eval.questions": plan.questions}
-        own["checkpoint.every_steps"] = 10
+        own["checkpoint.every_steps"] = plan.checkpoint_every
         base = demo_config(run_dir, 0).model_dump(mode="json", exclude_none=True)
         overrides = [f"{name}={value}" for name, value in {**own, **settings}.items()]
         config = parse({**base, "tasks": [DEMO_TASK, words]}, overrides)

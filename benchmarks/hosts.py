@@ -25,8 +25,9 @@ RAY_VARIABLES = {
     "RAY_raylet_start_wait_time_s": "180",
     "RAY_agent_register_timeout_ms": "180000",
     "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_prestart_worker_first_driver": "0",
 }
-"""A machine may be busy with other things, and its memory is not that of one node."""
+"""A machine may be busy with other things, its memory is not that of one node, and nobody uses idle workers."""
 RESOURCES: dict[str, Any] = {"num_cpus": 4, "object_store_memory": 80 << 20}
 UNSHARED = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", "--mount-proc"]
 READY = b"ready\n"

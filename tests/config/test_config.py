@@ -75,6 +75,21 @@ def test_remote_tasks_register_at_an_address_that_they_can_reach(path: str, comp
     assert at == ("127.0.0.1", 8200)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("params", {"n": 1}),
+        ("scorer", "exact"),
+        ("eval_share", 0.5),
+        ("system_prompt", "Hi"),
+        ("rewrite", [["a", "b"]]),
+    ],
+)
+def test_a_remote_task_has_no_setting_that_only_its_own_process_could_follow(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"tasks.sums.{name}: expected none for a remote task, whose process"):
+        parse({"tasks": [{"name": "sums", "service": "remote", name: value}]})
+
+
 def test_every_section_says_what_it_is_about() -> None:
     for _, field in Config.model_fields.items():
         for section in sections_of(field):

@@ -50,6 +50,7 @@ class CountingEngine:
     served: list[int] = field(default_factory=list)
     pool: EnginePool | None = None
     """That it is in: it says whether others take requests while this one loads weights."""
+    closed: bool = False
 
     def answering(self) -> None:
         if self.dead:
@@ -101,7 +102,7 @@ class CountingEngine:
         self.generation += 1
 
     async def aclose(self) -> None:
-        pass
+        self.closed = True
 
 
 @dataclass
@@ -110,6 +111,7 @@ class SilentEngine(CountingEngine):
 
     silent_info: bool = False
     silent_load: bool = False
+    silent_abort: bool = False
     infos: int = 0
     loads: list[int] = field(default_factory=list)
     """Versions that it began to load."""
@@ -121,6 +123,10 @@ class SilentEngine(CountingEngine):
         while self.silent_info:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         return await super().info()
+
+    async def abort(self) -> None:
+        while self.silent_abort:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
     async def update_weights(self, version: int, path: Path) -> None:
         self.loads.append(version)
@@ -260,6 +266,24 @@ def test_a_late_engine_that_hangs_holds_up_no_update() -> None:
 
     late = SilentEngine(silent_info=True)
     watched([CountingEngine()], body)
+
+
+def test_engines_that_come_or_leave_while_their_pool_ends_are_closed() -> None:
+    async def run() -> None:
+        leaving, coming = SilentEngine(silent_abort=True), SilentEngine(silent_info=True)
+        pool = await joined([leaving])
+        left, came = asyncio.create_task(pool.leave("0")), asyncio.create_task(pool.join("late", coming))
+        await until(lambda: coming.infos == 1 and not pool.replicas)
+        await pool.aclose()
+        assert (leaving.closed, coming.closed) == (False, False)
+        left.cancel()
+        coming.silent_info = False
+        with pytest.raises(EngineUnavailable, match="the pool has been closed"):
+            await came
+        await asyncio.wait({left})
+        assert (leaving.closed, coming.closed) == (True, True)
+
+    asyncio.run(run())
 
 
 def test_an_engine_that_does_not_say_what_it_serves_is_asked_again() -> None:

@@ -22,6 +22,8 @@ EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums")
 """Models that come with Shoal."""
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
+SERVED = ("params", "scorer", "eval_share", "system_prompt", "rewrite")
+"""Settings of a task that the process of a remote one has in place of the run."""
 
 
 class ModelConfig(Section):
@@ -341,6 +343,10 @@ def _in_tasks(tasks: Sequence[TaskConfig]) -> Iterator[str]:
                 f"tasks.{task.name}.agent: expected module:function or a command, and none for a remote task, "
                 f"got {task.agent!r}"
             )
+        for name in SERVED if task.service == "remote" else ():
+            usual, value = TaskConfig.model_fields[name].get_default(call_default_factory=True), getattr(task, name)
+            if value != usual:
+                yield f"tasks.{task.name}.{name}: expected none for a remote task, whose process has it, got {value!r}"
         if task.service == "python" and ":" not in (task.path or ""):
             yield f"tasks.{task.name}.path: a python task needs module:name, got {task.path!r}"
     addresses = {task.path or DEFAULT_ADDRESS for task in tasks if task.service == "remote"}

@@ -62,6 +62,7 @@ class EnginePool:
         self._changed = asyncio.Event()
         self._suspected = asyncio.Event()  # a request failed: the replicas are checked at once
         self._last_error = "none has joined"
+        self._closed = False
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
@@ -73,6 +74,8 @@ class EnginePool:
         assert name not in self._replicas, f"an engine named {name} is there already"
         try:
             version = await self._bring_up(engine)
+            if self._closed:
+                raise EngineUnavailable("the pool has been closed")
         except BaseException:
             await engine.aclose()
             raise
@@ -88,12 +91,14 @@ class EnginePool:
             replica.watch.cancel()
         self._last_error = replica.last_error or f"{name} has left"
         self._notify()
-        with contextlib.suppress(EngineError):
-            await replica.engine.abort()
-        deadline_s = time.monotonic() + CHECK_TIMEOUT_S
-        while replica.load and time.monotonic() < deadline_s:
-            await self._change(1.0)
-        await replica.engine.aclose()
+        try:
+            with contextlib.suppress(EngineError):
+                await replica.engine.abort()
+            deadline_s = time.monotonic() + CHECK_TIMEOUT_S
+            while replica.load and time.monotonic() < deadline_s:
+                await self._change(1.0)
+        finally:  # a run that ends meanwhile knows the replica no more
+            await replica.engine.aclose()
 
     async def watch(self) -> None:
         """Checks the replicas for ever: a silent replica is away, and one that answers again is brought up.
@@ -111,7 +116,8 @@ class EnginePool:
                         await self._suspected.wait()
 
     async def aclose(self) -> None:
-        """Closes all connections."""
+        """Closes all connections, also of engines that are joining."""
+        self._closed = True
         for replica in self._replicas.values():
             await replica.engine.aclose()
         self._replicas.clear()

@@ -26,7 +26,8 @@ from shoal.sandbox.runner import strongest
 from shoal.types import Reward, RewardStatus, Task
 
 WORKER = "shoal.reward.worker"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 900.0
+"""Bounds a start that hangs; a process that ends is noticed at once, and a busy machine is slow."""
 PREPARE_TIMEOUT_S = 30.0
 WALL_PER_CPU = 8.0
 """Wall seconds allowed per second of an answer's processor time; beyond them the machine stands still."""

@@ -17,7 +17,8 @@ from shoal.net.process import Child
 from shoal.reward.messages import Batch
 from shoal.types import Reward, RewardStatus, Task
 
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 900.0
+"""Bounds a start that hangs; a process that ends is noticed at once, and a busy machine is slow."""
 RETRIES = 1
 """Number of further attempts after the process died."""
 

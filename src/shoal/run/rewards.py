@@ -39,9 +39,11 @@ async def own_scorer(
         if roles is not None and rewards.remote is not None:
             roles.open(RewardsRole, _Joined(rewards.remote))
         correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
-        yield BinaryScorer(EnvironmentScorer(prepared.environments, rewards), correct_only)
-        if roles is not None:
-            roles.close(RewardsRole)
+        try:
+            yield BinaryScorer(EnvironmentScorer(prepared.environments, rewards), correct_only)
+        finally:
+            if roles is not None:
+                roles.close(RewardsRole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from shoal.tasks.remote_server import TaskServer
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.types import Split
 
-WORKER_TIMEOUT_S = 120.0
+WORKER_TIMEOUT_S = 600.0
 GAMES = ("guess_number", "hanoi", "calculator", "repair")
 """Names of the tasks of many turns that come with Shoal, in `shoal.environments`."""
 

@@ -28,7 +28,8 @@ from shoal.tasks.holdout import check_rewrite
 from shoal.types import Receipt, Split, Task
 
 DRAW_TIMEOUT_S = 30.0
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 900.0
+"""Bounds a start that hangs; a process that ends is noticed at once, and a busy machine is slow."""
 # Stated here and not taken from `shoal.procedural`: importing that loads reasoning-gym.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
