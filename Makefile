@@ -13,7 +13,7 @@ TEST_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster slurm services adapters harnesses trackers newcomer tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster slurm images services adapters harnesses trackers newcomer tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -61,6 +61,13 @@ cluster: $(VENV)/dev-installed
 slurm: $(VENV)/dev-installed
 	@command -v slurmctld >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends slurm-wlm munge; }
 	$(BIN)/shoal bench slurm --json
+
+# The images of roles, where Docker is at hand; elsewhere their files are only linted.
+images: $(VENV)/dev-installed
+	@if docker info >/dev/null 2>&1; then \
+		docker build -f containers/Dockerfile --build-arg TORCH_INDEX="$(TORCH_INDEX)" -t shoal:cpu . \
+		&& docker build -f containers/Dockerfile.cuda -t shoal:cuda . && docker run --rm shoal:cpu --help >/dev/null; \
+	else $(BIN)/hadolint containers/Dockerfile containers/Dockerfile.cuda deploy/Dockerfile; fi
 
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/support/services_kill.py 300

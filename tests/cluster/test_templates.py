@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import kubernetes_validate
 import pytest
@@ -18,7 +20,8 @@ from shoal.cli import app
 from shoal.cli.services import TEMPLATES
 from shoal.config import parse
 
-CONTAINERS = Path(__file__).parents[2] / "containers"
+ROOT = Path(__file__).parents[2]
+CONTAINERS = ROOT / "containers"
 HADOLINT = Path(sys.executable).parent / "hadolint"
 KUBERNETES = "1.34"
 """Version whose schemas are used."""
@@ -59,6 +62,23 @@ def test_hadolint_finds_nothing_in_a_dockerfile(name: str, tmp_path: Path) -> No
     assert (linted.returncode, linted.stdout) == (0, "")
     (tmp_path / name).write_text((CONTAINERS / name).read_text().replace(" --no-install-recommends", ""))
     assert subprocess.run([HADOLINT, str(tmp_path / name)], capture_output=True, check=False).returncode == 1
+
+
+def test_the_files_that_every_image_gets_make_the_package(tmp_path: Path) -> None:
+    copied = {
+        re.sub(r"(?m)^(?!COPY).*\n?", "", (ROOT / name).read_text())
+        for name in ("containers/Dockerfile", "containers/Dockerfile.cuda", "deploy/Dockerfile")
+    }
+    (lines,) = copied
+    for *sources, target in (line.split()[1:] for line in lines.splitlines()):
+        for source in sources:
+            assert (ROOT / source).exists()
+            place = tmp_path / target / (Path(source).name if target.endswith("/") else "")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if (ROOT / source).is_dir() else shutil.copy)(ROOT / source, place)
+    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel"], cwd=tmp_path, check=True)
+    (wheel,) = (tmp_path / "dist").glob("shoal-*.whl")
+    assert {"shoal/cli/__init__.py", "shoal/cluster/templates/slurm.sh"} <= set(ZipFile(wheel).namelist())
 
 
 def commands() -> Iterator[list[str]]:
