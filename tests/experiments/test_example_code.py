@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_few_steps_of_the_code_example_make_held_out_programs_pass_more_often(tmp_path: Path) -> None:
-    """40 of the 300 steps."""
-    settings = [f"--run_dir={tmp_path / 'run'}", "--train.steps=40", "--eval.every_steps=40"]
+    """24 of the 300 steps."""
+    settings = [f"--run_dir={tmp_path / 'run'}", "--train.steps=24", "--eval.every_steps=24"]
     command = [sys.executable, "-m", "shoal.cli", "train", "examples/code/config.toml", *settings]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
