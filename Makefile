@@ -106,8 +106,8 @@ PURE := turn_tree experience/gate rollout/ratios gateway/token_tree trainer/adva
 PURE_TESTS := $(addprefix tests/,experience/test_buffer_gate.py rollout/test_ratios.py gateway/test_session.py \
 	gateway/test_session_property.py trainer/test_train_advantage.py trainer/test_train_loss.py \
 	trainer/test_train_packing.py trainer/test_train_objective.py trainer/test_train_turns.py \
-	engine/test_engine_scheduler.py engine/test_engine_sampling.py engine/test_engine_local.py swarm/test_swarm_strategy.py \
-	swarm/test_swarm_trust.py)
+	engine/test_engine_scheduler.py engine/test_engine_sampling.py engine/test_engine_local.py engine/test_engine_extras.py \
+	swarm/test_swarm_strategy.py swarm/test_swarm_trust.py)
 comma := ,
 empty :=
 PURE_FILES := $(subst $(empty) $(empty),$(comma),$(PURE:%=src/shoal/%.py))

@@ -1,10 +1,13 @@
 """Packing keeps every row, once, under the budget."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.trainer.packing import even_bins, even_slices, first_fit, micro_batches, mixed
+from shoal.model import UNKNOWN
+from shoal.trainer.packing import even_bins, even_slices, first_fit, micro_batch, micro_batches, mixed
 from shoal.types import Sample
 
 
@@ -87,3 +90,11 @@ def test_peers_groups_are_spread_evenly_over_all_updates(parts: int, own_each: i
         assert update.count("o") == own_each
         assert external // parts <= update.count("E") <= external // parts + 1
     assert mixed(range(6), lambda _: False, 2) == list(range(6))  # alone nothing is moved
+
+
+def test_experts_of_last_tokens_and_of_rows_without_any_are_unknown() -> None:
+    recorded = replace(row((1, 2), 1), routing=bytes([3, 4, 5, 6]))
+    batch = micro_batch([recorded, row((1,), 1)], [1.0, 1.0], "cpu")
+    assert batch.routing_TE is not None
+    assert batch.routing_TE.tolist() == [[3, 4], [5, 6], *[[UNKNOWN, UNKNOWN]] * 3]
+    assert micro_batch([row((1,), 1)], [1.0], "cpu").routing_TE is None

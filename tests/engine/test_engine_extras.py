@@ -1,0 +1,87 @@
+"""What the local engine tells beside tokens and their logprobs, against plain forwards of the same model."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine_models import plain, saved
+from shoal.engine.logit_rules import RuledLogits
+from shoal.engine.options import EngineLimits
+from shoal.engine.request import Request, scoring
+from shoal.engine.step_engine import StepEngine
+from shoal.interfaces import LogitRules
+from shoal.model.loading import load_model
+from shoal.model.routing import Routing
+from shoal.types import Sampling
+
+PROMPT = tuple(range(20, 60))
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("Qwen2", tmp_path_factory.mktemp("dense"), num_key_value_heads=2)
+
+
+def answered(path: Path, *requests: Request, records_routing: bool = False) -> None:
+    """Has an engine that computes prompts in three chunks answer the requests."""
+    limits = EngineLimits(max_model_len=160, max_running=4, chunk_tokens=16)
+    engine = StepEngine(load_model(path), limits, records_routing=records_routing)
+    for request in requests:
+        engine.submit(request)
+    while not engine.idle:
+        engine.step()
+
+
+@torch.inference_mode()
+def logprobs(path: Path, tokens: tuple[int, ...]) -> Tensor:
+    """Logprobs [L - 1, V] of what follows each token but the last."""
+    return plain(path)(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+
+
+def test_the_most_likely_tokens_and_listed_ones_are_scored_in_place_of_each_token(dense: Path) -> None:
+    listed = [[i % 7, 90] for i in range(len(PROMPT) - 1)]
+    best, of_list = scoring(PROMPT, 3), scoring(PROMPT, listed)
+    answered(dense, best, of_list)
+    logp_LV = logprobs(dense, PROMPT)
+    for found, logp_V in zip(best.drafts[0].ranked, logp_LV, strict=True):
+        values, ids = logp_V.topk(3)
+        assert [i for i, _ in found] == ids.tolist()
+        assert [logp for _, logp in found] == pytest.approx(values.tolist(), abs=1e-4)
+    for found, ids, logp_V in zip(of_list.drafts[0].ranked, listed, logp_LV, strict=True):
+        assert found == [(i, pytest.approx(float(logp_V[i]), abs=1e-4)) for i in ids]
+
+
+def test_rules_choose_the_token_and_its_logprob_stays_the_model_s(dense: Path) -> None:
+    """A row without rules beside it is not changed by them."""
+    bias = LogitRules(top=2, presence_penalty=1.5, frequency_penalty=0.5, bias=((33, 6.0),))
+    ruled = Request(PROMPT, Sampling(12, temperature=0), rules=RuledLogits(bias))
+    free, alone = (Request(PROMPT, Sampling(12, temperature=0)) for _ in range(2))
+    answered(dense, ruled, free)
+    answered(dense, alone)
+    assert free.drafts[0].sampled == alone.drafts[0].sampled
+    (draft,) = ruled.drafts
+    answer = tuple(draft.sampled)
+    for place, logp_V in enumerate(logprobs(dense, PROMPT + answer)[len(PROMPT) - 1 :]):
+        left_V = logp_V.clone()
+        left_V[33] += 6.0
+        for token in set(answer[:place]):
+            left_V[token] -= 1.5 + 0.5 * answer[:place].count(token)
+        assert answer[place] == int(left_V.argmax())
+        assert draft.logprobs[place] == pytest.approx(float(logp_V[answer[place]]), abs=1e-4)
+        assert [token for token, _ in draft.tops[place]] == logp_V.topk(2).indices.tolist()
+
+
+@torch.inference_mode()
+def test_the_experts_of_every_token_but_the_last_are_recorded(tmp_path: Path) -> None:
+    """Answers to the same prompt share its tokens, which are computed once."""
+    settings = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8}
+    path = saved("Qwen3Moe", tmp_path, num_key_value_heads=2, **settings)
+    request = Request(PROMPT, Sampling(9, seed=1), n=2)
+    answered(path, request, records_routing=True)
+    model = plain(path)
+    routing = Routing(model)
+    for draft in request.drafts:
+        model(torch.tensor([[*PROMPT, *draft.sampled]]))
+        assert draft.recorded_routing() == routing.found()[:-1].numpy().tobytes()
