@@ -122,11 +122,12 @@ def test_the_keyboard_alone_leads_to_a_group_with_truth_parts_and_evidence_and_t
     async def check() -> None:
         run_dir = await made(tmp_path / "run", 2)
         async with seen(run_dir) as (page, url):
-            await found(page, url, "/rollouts?step=2&sort=worst", "document.querySelector('td a') !== null")
             await page.goto(url)
             await page.tab_to("at.textContent == 'Worst answers of step 2'")
             await page.press("Enter")
-            await page.until("location.pathname == '/rollouts' && document.readyState == 'complete'")
+            # They appear by themselves when the log has been read.
+            answers = "document.querySelector('td a') !== null"
+            await page.until(f"location.pathname == '/rollouts' && document.readyState == 'complete' && {answers}")
             await page.tab_to("at.matches('td a')")
             await page.press("Enter")
             await page.until("location.pathname == '/group' && document.readyState == 'complete'")
@@ -241,6 +242,27 @@ def test_an_answer_that_cannot_be_read_is_shown_as_such_beside_the_others(tmp_pa
         assert text.count("<article") == SIZE
         assert text.count("unreadable") == 2
         assert "expected a RawRollout" in text
+
+    asyncio.run(check())
+
+
+def test_a_list_whose_step_was_not_read_yet_asks_again_by_itself_and_one_that_has_nothing_does_not(
+    tmp_path: Path,
+) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 2)
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            file.write('{"kind": "step", "time_s": 9, "step": 3}\n')  # it ended, and the log's reader is behind
+        async with viewing(run_dir) as url, aiohttp.ClientSession() as http:
+
+            async def asks(path: str) -> bool:
+                async with http.get(url + path) as page:
+                    return 'http-equiv="refresh"' in await page.text()
+
+            async with asyncio.timeout(30):
+                while await asks("/rollouts?reward_from=5"):  # the log is read in the background
+                    pass
+            assert [await asks(f"/rollouts?step={step}") for step in (2, 3, 4)] == [False, True, False]
 
     asyncio.run(check())
 

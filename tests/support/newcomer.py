@@ -81,10 +81,7 @@ def terminal(command: list[str], folder: Path) -> Iterator[subprocess.Popen[byte
 async def worst_answer(page: Page) -> tuple[int, str]:
     """The step and the text of the first of the worst answers, by two clicks from the overview."""
     await page.value(f"{LINK}.click()")
-    await page.until("location.pathname == '/rollouts' && document.readyState == 'complete'")
-    while not await page.value("document.querySelector('td a') !== null"):  # the page has not read that step yet
-        await page.command("Page.reload")
-        await page.until("document.readyState == 'complete'")
+    await page.until("location.pathname == '/rollouts' && document.querySelector('td a') !== null")
     step = int(await page.value("new URLSearchParams(location.search).get('step')"))
     await page.value("document.querySelector('td a').click()")
     await page.until("location.pathname == '/group' && document.readyState == 'complete'")

@@ -188,6 +188,10 @@ class RolloutIndex:
         """Names of the tasks that there are rollouts of."""
         return [name for (name,) in self._all("SELECT DISTINCT task FROM rollouts ORDER BY 1")]
 
+    def lacks(self, step: int | None) -> bool:
+        """Whether rollouts of a step, or of any, may still come from what was written already."""
+        return not self.complete or (step or 0) > (self._all("SELECT MAX(step) FROM rollouts")[0][0] or 0)
+
     def count(self) -> int:
         """How many rollouts were read so far."""
         return int(self._all("SELECT COUNT(*) FROM rollouts")[0][0])

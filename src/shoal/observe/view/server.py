@@ -39,7 +39,7 @@ from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, look, uvicorn_config
 from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
 from shoal.observe.export_extras import extras_of
-from shoal.observe.metrics import Record
+from shoal.observe.metrics import Record, number
 from shoal.observe.runs import RunRecords, WatchedRun, differences, watched
 from shoal.observe.status import lately, warnings_of
 from shoal.observe.token_files import trained_tokens
@@ -182,7 +182,8 @@ class ViewServer:
     def _rollouts(self, http: Request) -> Response:
         run, wanted = self._run(http), _asked(http, Filter)
         index = self._indexes[run.name]
-        found = index.search(wanted)
+        found, last_step = index.search(wanted), _last_step(run.records())
+        written = wanted.step is None or wanted.step <= (last_step or 0)
         return self._page(
             http,
             "rollouts.html",
@@ -191,7 +192,8 @@ class ViewServer:
             found=found,
             rows=[(row, *glance(row)) for row in found.rows],
             index=index,
-            last_step=_last_step(run.records()),
+            comes=not found.rows and not index.problem and written and index.lacks(wanted.step),
+            last_step=last_step,
             previous=http.url.include_query_params(page=wanted.page - 1),
             next=http.url.include_query_params(page=wanted.page + 1),
         )
@@ -313,9 +315,9 @@ def _asked(http: Request, kind: type[T]) -> T:
         raise Refused(400, f"address: {error}") from error
 
 
-def _last_step(run: RunRecords) -> object:
+def _last_step(run: RunRecords) -> int | None:
     """Number of the newest step; None before the first."""
-    return run.steps[-1]["step"] if run.steps else None
+    return int(number(run.steps[-1], "step")) if run.steps else None
 
 
 def _facts(run: RunRecords) -> list[tuple[str, str]]:
