@@ -18,6 +18,7 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_outputs
 from shoal.model.renderer_loading import load_renderer
+from shoal.model.spans import MOST_NATS, span_advantages
 from shoal.net.identity import Identity
 from shoal.run.demo_model.architecture import Shape, character_tokenizer, pair_tokenizer, save, untrained
 from shoal.swarm.claim_verification import OwnTasks
@@ -27,7 +28,7 @@ from shoal.swarm.external import external_rows
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Course, OfferedRollout, ScoredAnswer, Scores
 from shoal.swarm.peer import Joined
-from shoal.swarm.teaching import MEASURED, MOST_NATS, Teaching, span_advantages
+from shoal.swarm.teaching import MEASURED, Teaching
 from shoal.swarm.trust import Reason, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.trainer.advantage import step_samples

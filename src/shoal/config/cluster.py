@@ -66,8 +66,8 @@ class ClusterConfig(Section):
             yield "cluster.trainer: expected cluster.listen too, where ranks join, got none"
         if self.trainer is not None and train.ranks not in (1, self.trainer.ranks):
             yield f"train.ranks: expected {self.trainer.ranks}, as cluster.trainer has it, got {train.ranks}"
-        if self.trainer is not None and train.teacher is not None:
-            yield "train.teacher: expected none with cluster.trainer, whose hosts get the trained model only"
+        if self.trainer is not None and train.teacher_model is not None:
+            yield "train.teacher: expected a URL or none with cluster.trainer, whose hosts get the trained model only"
         if (self.engines is not None or self.rewards > 0) and not self.address:
             yield "cluster.engines: expected cluster.address too, the Ray cluster that starts them, got none"
         if self.address and (not self.listen or self.listen.endswith(":0")):

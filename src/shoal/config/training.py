@@ -164,8 +164,9 @@ class TrainConfig(Section):
     kl: KLConfig = Field(KLConfig())
     teacher: str | None = Field(
         None,
-        description="Model directory or hub name with the same tokens: each sampled token is reinforced with its "
-        "logprob there less its own, in place of rewards (on-policy distillation).",
+        description="Model directory or hub name with the same tokens, or the URL of OpenAI's text completions up to "
+        "/v1, with any tokens: each sampled token is reinforced with its logprob there less its own, in place of "
+        "rewards (on-policy distillation).",
     )
     entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
     advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | OwnName = Field(
@@ -209,6 +210,16 @@ class TrainConfig(Section):
         "sharded",
         description="Experts of a mixture over the ranks: gathered for each layer, or kept apart while tokens travel.",
     )
+
+    @property
+    def teacher_url(self) -> str | None:
+        """URL of a teacher that is asked by text; None for another, or none."""
+        return self.teacher if self.teacher and self.teacher.startswith(("http://", "https://")) else None
+
+    @property
+    def teacher_model(self) -> str | None:
+        """Teacher that the trainer loads; None for one at a URL, or none."""
+        return None if self.teacher_url else self.teacher
 
     @field_validator("loss", mode="before")
     @classmethod

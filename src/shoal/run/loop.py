@@ -34,6 +34,7 @@ from shoal.rollout.single_turn import SingleTurn
 from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
 from shoal.run.prepared import version_file
 from shoal.run.result import Learning, RunTotals, scorer_values, stats_values, task_values, was_cut
+from shoal.run.teacher import TextTeacher
 from shoal.swarm.external import external_rows
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
 from shoal.trainer.messages import StepStats
@@ -64,6 +65,7 @@ class LoopDeps:
     eval_tasks: Sequence[Task]
     trackers: Trackers
     swarm: Swarm | None = None
+    teacher: TextTeacher | None = None
 
 
 class TrainLoop:
@@ -189,7 +191,7 @@ class TrainLoop:
         Only the weights that engines will load are written: each Version in turn would fill the disk.
         """
         groups = await self._parts.buffer.groups_of(record.step)
-        rows, _ = self._rows(groups, record.version)
+        rows, _ = await self._rows(groups, record.version)
         since_push = record.step % self._config.train.push_every
         await self._parts.trainer.step(list(rows.values()), record.version, since_push)
         if record.version_after == record.version:
@@ -211,7 +213,7 @@ class TrainLoop:
                 # While the step waits for groups of its own, the trainer is free to encode those of peers.
                 encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
-        rows, late_tokens = self._rows([*groups, *external], version)
+        rows, late_tokens = await self._rows([*groups, *external], version)
         after = version + 1 if new_version else version
         ids = [group.id for group in groups]
         with self._waiting("train_s"):
@@ -234,6 +236,8 @@ class TrainLoop:
             self._loaded.clear()
             self._to_load.set()
         values = self._step_values(version, groups, stats, late_tokens)
+        if parts.teacher is not None:
+            values |= parts.teacher.values
         if parts.swarm is not None:
             values |= parts.swarm.stepped(groups, external)
         parts.trackers.log(step + 1, values)
@@ -254,13 +258,14 @@ class TrainLoop:
         temperature = self._config.rollout.temperature
         return await self._parts.swarm.take(version, partial(self._parts.trainer.logprobs, temperature=temperature))
 
-    def _rows(self, groups: Sequence[Group], version: int) -> tuple[dict[str, tuple[Sample, ...]], Counter[str]]:
+    async def _rows(self, groups: Sequence[Group], version: int) -> tuple[dict[str, tuple[Sample, ...]], Counter[str]]:
         """Builds each group's rows, by id, and counts each task's tokens that the late policy masked."""
         config = self._config
         groups = mixed(groups, lambda group: group.external, config.train.minibatches)  # no update is theirs alone
-        rows = dict(
-            zip([g.id for g in groups], step_samples(groups, config.train, config.rollout.max_tokens), strict=True)
-        )
+        samples = step_samples(groups, config.train, config.rollout.max_tokens)
+        if self._parts.teacher is not None:
+            samples = await self._parts.teacher.taught(samples)
+        rows = dict(zip([g.id for g in groups], samples, strict=True))
         late_tokens: Counter[str] = Counter()
         for group in groups:
             if group.external:

@@ -17,6 +17,7 @@ from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
 from shoal.run.plan import prepare
 from shoal.run.prepared import Prepared, version_file
+from shoal.run.teacher import TextTeacher, text_teacher
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.messages import StepStats
 from shoal.trainer.worker import TrainerProcess, local_ranks
@@ -31,9 +32,16 @@ class Policy:
     """
 
     def __init__(
-        self, config: Config, prepared: Prepared, engine: Engine, trainer: TrainerProcess, runner: Runner, folder: Path
+        self,
+        config: Config,
+        prepared: Prepared,
+        engine: Engine,
+        trainer: TrainerProcess,
+        runner: Runner,
+        folder: Path,
+        teacher: TextTeacher | None = None,
     ) -> None:
-        self.config, self.engine, self.trainer = config, engine, trainer
+        self.config, self.engine, self.trainer, self._teacher = config, engine, trainer, teacher
         self._prepared, self._runner = prepared, runner
         self._store = WeightStore(folder / "weights")
         self._gate = AdmissionGate(
@@ -72,6 +80,8 @@ class Policy:
     async def step(self, groups: Sequence[Group]) -> StepStats:
         """Trains one step on the groups. The engine keeps its weights."""
         rows = step_samples(groups, self.config.train, self.config.rollout.max_tokens)
+        if self._teacher is not None:
+            rows = await self._teacher.taught(rows)
         return await self.trainer.step(rows, self.version)
 
     async def push(self) -> int:
@@ -143,10 +153,11 @@ async def open_policy(
             local_ranks(log, threads.trainer, config.train.ranks, prepared.devices.ranks) as ranks,
             serving(config, prepared, folder, threads=threads) as (engine, single_turn),
             playing(config, prepared, engine, single_turn) as runner,
+            text_teacher(config.train, prepared.renderer) as teacher,
         ):
             trainer = TrainerProcess(ranks)
             await trainer.start(prepared.model_dir, config, threads.trainer)
-            policy = Policy(config, prepared, engine, trainer, runner, folder)
+            policy = Policy(config, prepared, engine, trainer, runner, folder, teacher)
             try:
                 yield policy
             finally:

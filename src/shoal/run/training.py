@@ -40,6 +40,7 @@ from shoal.run.result import Result, RunTotals
 from shoal.run.roles import launched, opened_roles, run_token, trainer_ranks
 from shoal.run.run_dir import Listener, opened_run
 from shoal.run.standstill import report_waits, watch_progress
+from shoal.run.teacher import text_teacher
 from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
 from shoal.trainer.worker import Rank, TrainerProcess
@@ -132,7 +133,10 @@ async def train(
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
         node = await opened(swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None))
         runner = await opened(playing(config, prepared, engine, answering))
-        parts = LoopDeps(config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node)
+        teacher = await opened(text_teacher(config.train, prepared.renderer))
+        parts = LoopDeps(
+            config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node, teacher
+        )
         return await _run_parts(parts, prepared, own)
 
 

@@ -25,6 +25,7 @@ from shoal.errors import ConfigError
 from shoal.interfaces import Renderer
 from shoal.model.answer import written
 from shoal.model.chat_template import ChatRenderer
+from shoal.model.spans import TokenBytes, span_advantages, token_ends
 from shoal.swarm.encoding import Encoded, EncodedRollout, rollouts_of
 from shoal.swarm.offer import Course, OfferedRollout, ScoredAnswer, Scores
 from shoal.swarm.trust import Reason, Recent, VerifiedMessage
@@ -38,44 +39,6 @@ MEASURED = 3
 """Offers of a peer in a task before its skill there counts."""
 DECAY = 0.9
 """Weight of earlier offers in a measured skill."""
-MOST_NATS = 5.0
-"""Largest advantage of a token, in nats either way: a teacher that forbids a span says no more than that."""
-
-TokenBytes = Callable[[int], bytes]
-
-
-def token_ends(token_ids: Sequence[int], token_bytes: TokenBytes, text: str) -> tuple[int, ...] | None:
-    """Bytes of the text at which its tokens end; None for tokens that do not spell it, each with at least a byte.
-
-    >>> token_ends([0, 1], [b"ab", b"c"].__getitem__, "abc")
-    (2, 3)
-    """
-    ends, spelt = [0], b"".join(map(token_bytes, token_ids))
-    for token in token_ids:
-        ends.append(ends[-1] + len(token_bytes(token)))
-    rises = all(before < after for before, after in pairwise(ends))
-    return tuple(ends[1:]) if rises and spelt == text.encode(errors="surrogatepass") else None
-
-
-def span_advantages(
-    own_ends: Sequence[int], own_logprobs: Sequence[float], ends: Sequence[int], logprobs: Sequence[float]
-) -> tuple[float, ...]:
-    """Advantage of each own token: the teacher's logprob of its span less the own one, within `MOST_NATS`.
-
-    Ends count the bytes of one text, which both spell to its end. A logprob more than ends is that of the stop token,
-    a span of its own.
-
-    >>> span_advantages((1, 2, 3), (-1.0, -1.0, -0.5), (2, 3), (-1.5, -0.75))
-    (0.5, 0.5, -0.25)
-    """
-    found, i, j = list[float](), 0, 0
-    for end in sorted(set(own_ends) & set(ends)):
-        own_to, to = own_ends.index(end, i) + 1, ends.index(end, j) + 1
-        found += [_bounded(sum(logprobs[j:to]) - sum(own_logprobs[i:own_to]))] * (own_to - i)
-        i, j = own_to, to
-    if len(own_logprobs) > i and len(logprobs) > j:
-        found.append(_bounded(logprobs[j] - own_logprobs[i]))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,10 +207,6 @@ def _stops(completion: Completion) -> int:
 def _spelled(completion: Completion, token_bytes: TokenBytes, text: str) -> tuple[int, ...] | None:
     """Ends of an answer's tokens in its text, the stop token apart; None where they do not spell it."""
     return token_ends(completion.token_ids[: len(completion.token_ids) - _stops(completion)], token_bytes, text)
-
-
-def _bounded(nats: float) -> float:
-    return min(max(nats, -MOST_NATS), MOST_NATS)
 
 
 def _key(author: str, question: str) -> bytes:

@@ -200,7 +200,7 @@ class Packer:
         """
         config = self.config
         # With a regulariser or a critic rows without advantage have a gradient too.
-        has_reference = config.kl.coefficient > 0 or config.teacher is not None
+        has_reference = config.kl.coefficient > 0 or config.teacher_model is not None
         regularised = has_reference or config.entropy_bonus > 0 or config.advantage == "gae"
         size, mean = whole or size_of(rows), loss_mean(config)
         trained = [sum(row.mask) for row in rows]

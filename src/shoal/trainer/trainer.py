@@ -95,12 +95,12 @@ class Trainer:
         self._temperature = temperature
         if packing.loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
-        has_reference = train.kl.coefficient > 0 or train.teacher is not None
+        has_reference = train.kl.coefficient > 0 or train.teacher_model is not None
         self._packer = Packer(train, self.tokens_per_microbatch, max_tokens or 0, skip_uninformative, ranks.count)
         if train.router_replay:
             replay_routing(self.model)
         self._value_head = self._new_value_head() if train.advantage == "gae" else None
-        self._reference = self._new_reference(train.teacher or path) if has_reference else None
+        self._reference = self._new_reference(train.teacher_model or path) if has_reference else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
 
     def step(
@@ -366,7 +366,7 @@ class Trainer:
         config, zero_N = self._config.kl, torch.zeros_like(batch.behav_N)
         if self._reference is None:
             return zero_N, batch.advantage_N, zero_N
-        if self._config.teacher is not None:
+        if self._config.teacher_model is not None:
             kl_N = self._kl(batch, batch.behav_N)
             return zero_N, -kl_N, kl_N
         if config.where == "loss":
@@ -382,7 +382,7 @@ class Trainer:
         """Estimated distance to the reference, in nats."""
         with torch.no_grad():
             ref_N = self._outputs(batch, model=self._reference).logp_N
-        return kl(logp_N, ref_N, "k1" if self._config.teacher is not None else self._config.kl.estimator)
+        return kl(logp_N, ref_N, "k1" if self._config.teacher_model is not None else self._config.kl.estimator)
 
 
 def _changed(minibatch: Minibatch, change: Callable[[MicroBatch], MicroBatch]) -> Minibatch:
