@@ -15,6 +15,7 @@ from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.report import write_report
+from shoal.observe.report.figure import charts_of
 from shoal.observe.report.page import summary
 from shoal.observe.runs import moving_average, read_run
 
@@ -104,6 +105,19 @@ def test_the_report_is_a_picture_and_a_page_with_the_same_picture(tmp_path: Path
     assert "demo on chain_sum" in page.text
     assert "max_staleness = 2" in page.text
     assert 'name = "chain_sum"' in page.text  # the configuration
+
+
+def test_the_picture_of_a_run_in_a_swarm_shows_what_came_of_its_peers(tmp_path: Path) -> None:
+    titles = []
+    brought = {"peers": 3, "offers_shared": 5, "external": 2, "reward_external": 0.5}
+    for name, peers in (("alone", {}), ("member", brought)):
+        (tmp_path / name).mkdir()
+        tracker = JsonlTracker(tmp_path / name / "metrics.jsonl")
+        tracker.log(1, {"reward": 0.5, **peers})
+        tracker.close()
+        titles.append([chart.title for chart in charts_of(read_run(tmp_path / name))])
+    theirs = ["Offers", "Peers' groups in a step", "Reward of own and of peers' answers", "Peers remembered"]
+    assert titles == [["Reward"], ["Reward", *theirs]]
 
 
 def test_the_page_needs_no_network_and_runs_no_script_whatever_a_run_contains(tmp_path: Path) -> None:

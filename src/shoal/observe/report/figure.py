@@ -1,4 +1,4 @@
-"""The picture of a run has the charts of the page's overview, plotted with matplotlib's Agg."""
+"""The picture of a run has the charts of the page's overview and of its swarm, plotted with matplotlib's Agg."""
 
 import io
 import math
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from shoal.observe.charts import OVERVIEW, Chart, drawn
+from shoal.observe.charts import OVERVIEW, SWARM, Chart, drawn
 from shoal.observe.runs import RunRecords, moving_average
 
 INK, MUTED, GRID = "#1c2733", "#66727f", "#e6eaee"
@@ -41,7 +41,7 @@ FEW_POINTS = 20
 
 def figure_png(run: RunRecords) -> bytes:
     """Plots the picture; returns PNG bytes, 2080 pixels wide."""
-    charts = drawn(OVERVIEW, {run.name: run})
+    charts = charts_of(run)
     rows = -(-len(charts) // COLUMNS) or 1
     height = 1 + 3.4 * rows
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
@@ -57,6 +57,12 @@ def figure_png(run: RunRecords) -> bytes:
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=160)
     return data.getvalue()
+
+
+def charts_of(run: RunRecords) -> list[Chart]:
+    """The charts of a picture; those of the swarm where a run had peers."""
+    in_swarm = any("peers" in step for step in run.steps)
+    return drawn((*OVERVIEW, *SWARM) if in_swarm else OVERVIEW, {run.name: run})
 
 
 def _plot(axes: Axes, chart: Chart) -> None:
