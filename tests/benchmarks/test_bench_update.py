@@ -13,7 +13,7 @@ def test_packed_and_padded_rows_give_the_same_gradient_and_packed_ones_compute_n
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = run_bench("packing", quick=True)
-    assert "bench packing begins" in capsys.readouterr().err
+    assert "bench packing --quick begins" in capsys.readouterr().err
     assert report["gradient_difference"] < 1e-3
     assert report["useful_share"] >= 0.95
     assert report["padded_useful_share"] < report["attention_useful_share"] <= 1
