@@ -13,6 +13,7 @@ from shoal.engine.pool import EnginePool
 from shoal.engine.protocol import VersionSpan
 from shoal.engine.server_adapter import (
     Abilities,
+    Asked,
     SampledCompletion,
     ServerCounters,
     StopMode,
@@ -49,9 +50,7 @@ class Scripted:
     async def abilities(self) -> Abilities:
         return Abilities("scripted", 64, True, self.keeps)
 
-    async def sample(
-        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[SampledCompletion]:
+    async def sample(self, asked: Asked) -> list[SampledCompletion]:
         """A token before, and the others after the test has let it go on."""
         tokens = [(self.version_, self.logprob)]
         self.asked.append("sample")
@@ -65,17 +64,29 @@ class Scripted:
             self.aborted.clear()
             reason = FinishReason.ABORT
         else:
-            tokens += [(self.version_, self.logprob)] * (sampling.max_tokens - 1)
+            tokens += [(self.version_, self.logprob)] * (asked.sampling.max_tokens - 1)
         spans = (
             tuple(VersionSpan(str(version), i, i + 1) for i, (version, _) in enumerate(tokens)) if self.keeps else None
         )
-        return [SampledCompletion((5,) * len(tokens), tuple(logprob for _, logprob in tokens), reason, spans)] * n
+        return [SampledCompletion((5,) * len(tokens), tuple(logprob for _, logprob in tokens), reason, spans)] * asked.n
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
         self.asked.append("score")
         computed = [self.logprob] * (len(token_ids) - 1)
         await self.scoring.wait()
         return computed
+
+    async def takes_adapters(self) -> bool:
+        return False
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        raise AssertionError
+
+    async def unload_adapter(self, name: str) -> None:
+        raise AssertionError
+
+    async def adapters(self) -> list[str]:
+        return ["m"]
 
     async def stop(self, how: StopMode) -> None:
         if how is StopMode.ABORT:

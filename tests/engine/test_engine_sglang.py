@@ -8,10 +8,17 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine_server import changed_weights, serving
-from foreign_engine import asked, assert_drawn_by_its_versions, logprobs, more_drawn
+from foreign_engine import (
+    adapter_version,
+    adapters_under_way,
+    asked,
+    assert_drawn_by_its_versions,
+    logprobs,
+    more_drawn,
+)
 from sglang_contract import contract
 from shoal.engine import canary
-from shoal.engine.external_server import ForeignEngine
+from shoal.engine.external_server import UNKNOWN, ForeignEngine
 from shoal.engine.pool import EnginePool
 from shoal.engine.server_adapter import StopMode
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -91,6 +98,35 @@ def test_in_place_requests_keep_their_kv_and_share_none_with_later_ones(
         asked(url, tiny_model_dir, body, "keep")
         salts = [b["extra_key"] for path, b in server.asked if path == "/generate" and "extra_key" in b]
         assert salts == ["v0", "v1"]
+
+
+def test_versions_that_are_adapters_have_names_of_their_own_until_no_request_uses_them(
+    engine_url: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        await adapters_under_way(engine, PROMPT, tiny_model_dir, tmp_path)
+
+    with contract(engine_url, label="7") as (url, server):
+        server.adapters.append("of somebody else")
+        asked(url, tiny_model_dir, body, "drain", adapters=True)
+        assert [body["mode"] for path, body in server.asked if path == "/pause_generation"] == [
+            "probe",
+            "abort",
+        ]  # for the model
+        loaded = [body["lora_name"] for path, body in server.asked if path == "/load_lora_adapter"]
+        assert [str(name).rpartition("-")[2] for name in loaded] == ["v1", "v2", "v3"]
+        assert server.adapters == ["of somebody else", loaded[1]]
+        server.adapters.clear()  # as a restart does
+
+    async def restarted(engine: ForeignEngine) -> None:
+        await engine.update_weights(1, adapter_version(tiny_model_dir, tmp_path, 4)[0])
+        assert (await engine.info()).version == 1
+        server.adapters.clear()
+        assert (await engine.info()).version == UNKNOWN
+
+    with contract(engine_url, label="8") as (url, server):
+        asked(url, tiny_model_dir, restarted, "recompute", adapters=True)
+        assert "/abort_request" in [path for path, _ in server.asked]
 
 
 def test_an_older_server_is_aborted_and_the_pool_goes_on_with_the_partial_answers(

@@ -42,6 +42,7 @@ class Contract:
     paused: str = ""
     under_way: int = 0
     asked: list[tuple[str, dict[str, object]]] = field(default_factory=list)
+    adapters: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine, self.asking = HttpEngine(self.url, token=TOKEN), Client(self.url, token=TOKEN)
@@ -57,6 +58,8 @@ class Contract:
             "/abort_request": self.abort,
             "/update_weights_from_disk": self.update,
             "/update_weight_version": self.rename,
+            "/load_lora_adapter": self.load_adapter,
+            "/unload_lora_adapter": self.unload_adapter,
         }
         gets = {
             "/server_info": self.server_info,
@@ -110,6 +113,7 @@ class Contract:
                 n=params.get("n", 1),
                 stop_token_ids=params.get("stop_token_ids"),
             ),
+            model=body.get("lora_path"),
         )
         self.under_way += 1
         try:
@@ -117,7 +121,8 @@ class Contract:
         finally:
             self.under_way -= 1
         ids = body["input_ids"]
-        logprobs = [None, *await self.engine.score(ids)] if scores else []
+        scored = await self.engine.scored(ids, adapter=body.get("lora_path")) if scores else None
+        logprobs = [None, *scored.logprobs] if scored else []
         prompt = [(logp, token, None) for logp, token in zip(logprobs, ids, strict=scores)]
         given = [self.choice(choice, prompt, len(body["input_ids"])) for choice in answer.choices]
         return JSONResponse(given[0] if len(given) == 1 else given)
@@ -188,6 +193,20 @@ class Contract:
         self.labels[(await self.engine.info()).version] = self.label
         return JSONResponse({"success": True, "message": "Weight version updated", "new_version": self.label})
 
+    async def load_adapter(self, body: dict) -> Response:  # type: ignore[type-arg]
+        name = body["lora_name"]
+        if name in self.adapters:
+            message = f"LoRA with name {name} already exists"
+            return JSONResponse({"success": False, "error_message": message}, 400)
+        await self.engine.load_adapter(name, len(self.asked), Path(body["lora_path"]))
+        self.adapters.append(name)
+        return JSONResponse({"success": True, "error_message": "", "loaded_adapters": {}})
+
+    async def unload_adapter(self, body: dict) -> Response:  # type: ignore[type-arg]
+        await self.engine.unload_adapter(body["lora_name"])
+        self.adapters.remove(body["lora_name"])
+        return JSONResponse({"success": True, "error_message": "", "loaded_adapters": {}})
+
     async def server_info(self, request: Request) -> Response:
         return JSONResponse({"version": "0.5.23", "internal_states": [{}]})
 
@@ -196,7 +215,8 @@ class Contract:
 
     async def models(self, request: Request) -> Response:
         longest = (await self.engine.info()).max_model_len
-        return JSONResponse({"data": [{"id": "m", "owned_by": "sglang", "max_model_len": longest}]})
+        adapters = [{"id": one, "owned_by": "sglang", "max_model_len": None} for one in self.adapters]
+        return JSONResponse({"data": [{"id": "m", "owned_by": "sglang", "max_model_len": longest}, *adapters]})
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200)

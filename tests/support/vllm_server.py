@@ -15,6 +15,7 @@ PYTHON = os.environ.get("SHOAL_VLLM_PYTHON", "")
 START_TIMEOUT_S = 240.0
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True",
     "PYTHONPATH": "",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -35,13 +36,13 @@ def command_at(model: str, port: str) -> list[str]:
 
 
 @contextmanager
-def vllm_serving(model: Path, log: Path) -> Iterator[str]:
-    """The URL of a server, started as docs/engine.md says and ended at the end."""
+def vllm_serving(model: Path, log: Path, *more: str) -> Iterator[str]:
+    """The URL of a server, started as docs/engine.md says with more arguments, and ended at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     env = {**os.environ, **ENVIRONMENT}
-    command = command_at(str(model), str(port))
+    command = [*command_at(str(model), str(port)), *more]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
     url = f"http://127.0.0.1:{port}"

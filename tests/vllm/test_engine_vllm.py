@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from foreign_engine import BOUND_NATS, asked, assert_drawn_by_its_versions, logprobs, more_drawn
+from foreign_engine import BOUND_NATS, adapters_under_way, asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from joining import TOKEN, joining
 from shoal import wire
 from shoal.engine import canary
@@ -68,6 +68,15 @@ def changed(model: Path, folder: Path, seed: int) -> Path:
     row = tuple(range(3, 60))
     canary.write(canary.Canary(row, tuple(logprobs(model, folder, row)), 1e-3), folder)
     return folder
+
+
+def test_versions_that_are_adapters_are_loaded_beside_the_weights(model_dir: Path, tmp_path: Path) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        await adapters_under_way(engine, PROMPT, model_dir, tmp_path)
+
+    more = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "4")
+    with vllm_serving(model_dir, tmp_path / "log", *more) as url:
+        asked(url, model_dir, body, "drain", adapters=True)
 
 
 def test_ids_logprobs_and_scores_are_those_of_the_model(url: str, model_dir: Path) -> None:

@@ -106,6 +106,9 @@ class EngineConfig(Section):
     max_running: int = Field(128, ge=1, le=65536, description="Sequences decoded at once by the local engine.")
     max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
     max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")
+    adapters: bool = Field(
+        False, description="Whether servers of `urls` load the adapters of `train.lora` in place of merged weights."
+    )
     on_update: Literal["recompute", "keep", "drain"] = Field(
         "recompute", description="Treatment of running answers when new weights come."
     )
@@ -282,6 +285,8 @@ def _in_training(config: Config) -> Iterator[str]:
     groups, over_batch = train.groups_per_step, train.advantage in ("batch", "gae")
     if train.router_replay and (config.engine.urls or config.cluster.listen):
         yield "train.router_replay: expected false with engine.urls or cluster.listen, whose engines tell no experts"
+    if config.engine.adapters and not (train.lora.rank and config.engine.urls):
+        yield "engine.adapters: expected false without engine.urls and a train.lora.rank above 0, got true"
     if groups % train.minibatches:
         yield f"train.minibatches: expected a divisor of groups_per_step = {groups}, got {train.minibatches}"
     if rollout.group_size == 1 and not over_batch:

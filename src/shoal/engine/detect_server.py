@@ -21,8 +21,10 @@ PROBE_TIMEOUT_S = 30.0
 ADAPTERS: dict[str, type[VLLM] | type[SGLang]] = {"vllm": VLLM, "sglang": SGLang}
 
 
-async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampling) -> PoolEngine:
-    """Connects to the engine at `url`, which then serves a run's weights.
+async def connect(
+    url: str, *, on_update: str, model_dir: Path, sampling: Sampling, adapters: bool = False
+) -> PoolEngine:
+    """Connects to the engine at `url`, which then serves a run's weights, or with `adapters` its adapters.
 
     A vLLM or SGLang server that served another run is given the model in `model_dir`. It is also checked to sample as
     `sampling` says. Raises `ConfigError`, or `EngineUnavailable` when no server answers.
@@ -47,4 +49,6 @@ async def connect(url: str, *, on_update: str, model_dir: Path, sampling: Sampli
         expected = "a Shoal engine, vLLM or SGLang"
         raise ConfigError(f"engine.urls: expected {expected} at {url}, got a server that is none of them")
     adapter = ADAPTERS[owner](url, token)
-    return await ForeignEngine.start(adapter, on_update=on_update, model_dir=model_dir, sampling=sampling)
+    return await ForeignEngine.start(
+        adapter, on_update=on_update, model_dir=model_dir, sampling=sampling, adapters=adapters
+    )

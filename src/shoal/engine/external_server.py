@@ -9,6 +9,9 @@ takes new weights:
     abort               the base path, which every server has: requests end with their tokens so far, new requests
                         wait, the weights are loaded; the pool sends prompt and partial answer again
 
+With `adapters`, a Version whose file is an adapter is loaded beside the weights under a name of its own. Requests under
+way go on with their adapter, unless `on_update = "recompute"` ends them for the pool to send again.
+
 The canary is scored after each load. Answers with tokens of the new weights are held until the canary passes. A server
 that fails the canary answers no request until it passes.
 """
@@ -21,7 +24,8 @@ from statistics import fmean
 from uuid import uuid4
 
 from shoal.engine import canary
-from shoal.engine.server_adapter import SampledCompletion, ServerAdapter, ServerCounters, StopMode, numbered
+from shoal.engine.named_versions import ADAPTER_FILE, NamedVersions
+from shoal.engine.server_adapter import Asked, SampledCompletion, ServerAdapter, ServerCounters, StopMode, numbered
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -40,6 +44,7 @@ class ForeignEngine:
     def __init__(self, adapter: ServerAdapter, on_update: str) -> None:
         """`on_update` is `engine.on_update`; a server that cannot keep requests takes the base path."""
         self._adapter = adapter
+        self._named = NamedVersions(adapter)
         self._on_update = on_update
         self._version = 0
         self._may_send = asyncio.Event()
@@ -59,15 +64,19 @@ class ForeignEngine:
 
     @classmethod
     async def start(
-        cls, adapter: ServerAdapter, *, on_update: str, model_dir: Path, sampling: Sampling
+        cls, adapter: ServerAdapter, *, on_update: str, model_dir: Path, sampling: Sampling, adapters: bool = False
     ) -> "ForeignEngine":
         """Starts an engine that serves the model as version 0, checked to sample as `sampling` says.
+
+        With `adapters` the server must load adapters.
 
         Raises `ConfigError` with the setting to change at the server, or `EngineUnavailable`.
         """
         engine = cls(adapter, on_update)
         try:
             await engine._start(model_dir, sampling)
+            if adapters:
+                await engine._named.start(engine.abilities.server)
         except BaseException as error:
             await engine.aclose()
             if isinstance(error, RequestRefused):
@@ -97,7 +106,7 @@ class ForeignEngine:
         reports_versions = True
         for name, (probe, needed) in checks.items():
             for prompt in PROBES:
-                (sampled,) = await self._adapter.sample(f"probe-{uuid4().hex}", prompt, probe, 1, None, None)
+                (sampled,) = await self._adapter.sample(Asked(f"probe-{uuid4().hex}", prompt, probe))
                 reports_versions = reports_versions and sampled.spans is not None
                 (logprob,) = sampled.logprobs
                 if not needed or logprob >= -CERTAIN_NATS:
@@ -119,12 +128,13 @@ class ForeignEngine:
         salt = f"v{version}" if self.how is StopMode.KEEP else None
         self._count(n)
         try:
-            name = f"shoal-{uuid4().hex}"
-            asked = priority if self.abilities.priorities else None
-            answers = await self._adapter.sample(name, prompt_ids, sampling, n, asked, salt)
+            with self._named.used() as adapter:
+                ranked = priority if self.abilities.priorities else None
+                asked = Asked(f"shoal-{uuid4().hex}", prompt_ids, sampling, n, ranked, salt, adapter)
+                answers = await self._adapter.sample(asked)
         finally:
             self._count(-n)
-        completions = [self._completion(sampled, version) for sampled in answers]
+        completions = [self._completion(sampled, version, adapted=adapter is not None) for sampled in answers]
         while self._loading_version is not None and any(self._loading_version in c.versions[-1:] for c in completions):
             await self._load_ended.wait()
         self._assert_whole(failed_before)
@@ -146,8 +156,10 @@ class ForeignEngine:
         if self._failed_loads != failed_before:
             raise EngineUnavailable(self._no_whole_weights or "weights came meanwhile that were not whole")
 
-    def _completion(self, sampled: SampledCompletion, version: int) -> Completion:
-        if sampled.spans is None:
+    def _completion(self, sampled: SampledCompletion, version: int, *, adapted: bool) -> Completion:
+        if adapted:  # the server's own label is that of the weights below
+            versions = [version] * len(sampled.token_ids)
+        elif sampled.spans is None:
             if self._version != version and sampled.finish_reason is not FinishReason.ABORT:
                 raise EngineUnavailable("an answer overtook new weights; nobody can say which ones sampled it")
             versions = [version] * len(sampled.token_ids)
@@ -162,7 +174,8 @@ class ForeignEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
         failed_before = await self._admitted()
-        logprobs = await self._adapter.score(token_ids)
+        with self._named.used() as adapter:
+            logprobs = await self._adapter.score(token_ids, adapter)
         await self._load_ended.wait()
         self._assert_whole(failed_before)
         return logprobs
@@ -175,7 +188,22 @@ class ForeignEngine:
             if not await asyncio.to_thread(path.exists):
                 raise RequestRefused(f"weights {path} do not exist")
             self._interruptions += self._running > 0
-            await self._load(version, path)
+            if path.name == ADAPTER_FILE:
+                await self._load_adapter(version, path)
+            else:
+                await self._load(version, path)
+                self._named.newest = None
+
+    async def _load_adapter(self, version: int, path: Path) -> None:
+        """Loads an adapter beside the weights; new requests use it once its canary has passed."""
+        name = await self._named.load(_directory(path), version)
+        try:
+            await self._ask_canary(version, path, name)
+            self._named.newest, self._version = name, version
+            if self._on_update == "recompute":
+                await self._adapter.abort()
+        finally:
+            await self._named.unload_unused()
 
     async def _load(self, version: int, path: Path) -> None:
         if self.how in (StopMode.DRAIN, StopMode.ABORT):
@@ -208,10 +236,10 @@ class ForeignEngine:
             await self._adapter.resume()
         self._version = version
 
-    async def _ask_canary(self, version: int, path: Path) -> None:
+    async def _ask_canary(self, version: int, path: Path, adapter: str | None = None) -> None:
         known = canary.canary_of(path)
         if known is not None:
-            logprobs = await self._adapter.score(known.token_ids)
+            logprobs = await self._adapter.score(known.token_ids, adapter)
             off_nats = fmean(abs(a - b) for a, b in zip(known.logprobs, logprobs, strict=True))
             if not off_nats <= known.bound:
                 raise RequestRefused(
@@ -223,7 +251,10 @@ class ForeignEngine:
     async def info(self) -> EngineInfo:
         """State of the engine; the busy share is the fraction of time with requests of this client."""
         served = self._version
-        if self.abilities.reports_version and not self._loading.locked():
+        if self._named.newest is not None:
+            if await self._named.lost() and not self._loading.locked():
+                self._version = UNKNOWN
+        elif self.abilities.reports_version and not self._loading.locked():
             reported = await self._adapter.version()
             if reported != served and served == self._version and not self._loading.locked():
                 self._version = UNKNOWN

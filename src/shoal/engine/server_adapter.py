@@ -59,19 +59,45 @@ class ServerCounters:
     tokens_prefilled: int
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request for `n` completions of one prompt."""
+
+    name: str
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    n: int = 1
+    priority: int | None = None
+    """Larger goes first; None for servers without priorities."""
+    salt: str | None = None
+    """Requests with different salts share no KV."""
+    adapter: str | None = None
+    """Name of a loaded adapter; None for the weights alone."""
+
+
 class ServerAdapter(Protocol):
     """Client of one kind of server. Methods raise `RequestRefused` or `EngineUnavailable`."""
 
     async def abilities(self) -> Abilities:
         """Detects the server's abilities. Raises `ConfigError` when it lacks one that Shoal needs."""
 
-    async def sample(
-        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[SampledCompletion]:
-        """Samples `n` completions; requests with different `salt` share no KV."""
+    async def sample(self, asked: Asked) -> list[SampledCompletion]:
+        """Samples completions."""
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1."""
+    async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
+        """Logprobs in nats at temperature 1 of tokens 1..L-1, under a named adapter or the weights alone."""
+
+    async def takes_adapters(self) -> bool:
+        """Whether the server has the routes for adapters."""
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """Loads the adapter in a directory under a new name, while requests go on."""
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter."""
+
+    async def adapters(self) -> list[str]:
+        """Names of the model and of all loaded adapters."""
 
     async def stop(self, how: StopMode) -> None:
         """Stops the server; returns once it computes nothing."""
@@ -104,8 +130,10 @@ class ServerAdapter(Protocol):
 class ListedModel(msgspec.Struct):
     """Model in a server's list."""
 
+    id: str = ""
     owned_by: str = ""
-    max_model_len: int = 0
+    max_model_len: int | None = None
+    """None for an adapter."""
 
 
 class Models(msgspec.Struct):
@@ -120,13 +148,35 @@ class HttpAdapter:
     name: str
     metrics: Mapping[str, str]
     """Names of the server's metrics, with those of `ServerCounters`."""
+    adapter_routes: str
+    """Path before the routes that load and unload adapters."""
 
     def __init__(self, url: str, token: str = "") -> None:
         self._client = Client(url, token=token)
 
     async def longest(self) -> int:
         """Tokens of the longest sequence that the server takes."""
-        return (await self._client.ask("GET", "/v1/models", Models)).data[0].max_model_len
+        longest = (await self._client.ask("GET", "/v1/models", Models)).data[0].max_model_len
+        if longest is None:
+            raise EngineUnavailable(f"{self.name} at {self._client.url} does not say how long its sequences may be")
+        return longest
+
+    async def takes_adapters(self) -> bool:
+        """Whether the server has the routes for adapters."""
+        return await self._client.has_route(f"{self.adapter_routes}/load_lora_adapter")
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """Loads the adapter in a directory under a new name, while requests go on."""
+        body = {"lora_name": name, "lora_path": str(directory)}
+        await self._client.post(f"{self.adapter_routes}/load_lora_adapter", body)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forgets an adapter."""
+        await self._client.post(f"{self.adapter_routes}/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self) -> list[str]:
+        """Names of the model and of all loaded adapters."""
+        return [one.id for one in (await self._client.ask("GET", "/v1/models", Models)).data]
 
     async def alive(self) -> None:
         """Returns when `/health` answers 200; 503 is a server whose engine has died."""

@@ -14,6 +14,7 @@ import msgspec
 from shoal.engine.protocol import VersionSpan
 from shoal.engine.server_adapter import (
     Abilities,
+    Asked,
     HttpAdapter,
     SampledCompletion,
     StopMode,
@@ -73,6 +74,7 @@ class SGLang(HttpAdapter):
 
     name = "SGLang"
     metrics = METRICS
+    adapter_routes = ""
 
     async def abilities(self) -> Abilities:
         """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
@@ -96,29 +98,30 @@ class SGLang(HttpAdapter):
             raise ConfigError(f"engine.urls: SGLang cannot pause: HTTP {status}: {words(data)}")
         return status != 200
 
-    async def sample(
-        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[SampledCompletion]:
-        """Samples `n` completions."""
+    async def sample(self, asked: Asked) -> list[SampledCompletion]:
+        """Samples completions; without priorities, which SGLang has per server."""
         body: dict[str, object] = {
-            "rid": name if n == 1 else [f"{name}-{i}" for i in range(n)],
-            "input_ids": list(prompt_ids),
-            "sampling_params": _params(sampling, n),
+            "rid": asked.name if asked.n == 1 else [f"{asked.name}-{i}" for i in range(asked.n)],
+            "input_ids": list(asked.prompt_ids),
+            "sampling_params": _params(asked.sampling, asked.n),
             "return_logprob": True,
             "logprob_start_len": -1,
         }
-        if salt is not None:
-            body["extra_key"] = salt
+        if asked.salt is not None:
+            body["extra_key"] = asked.salt
+        if asked.adapter is not None:
+            body["lora_path"] = asked.adapter
         answers = await self._client.ask("POST", "/generate", list[_Generated] | _Generated, body)  # type: ignore[arg-type]
         return [_completion(answer.meta_info) for answer in (answers if isinstance(answers, list) else [answers])]
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """Logprobs of a prompt; SGLang samples one token with them."""
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
+            **({} if adapter is None else {"lora_path": adapter}),
         }
         given = (await self._client.ask("POST", "/generate", _Generated, body)).meta_info.input_token_logprobs
         if len(given) != len(token_ids) or any(logprob is None for logprob, *_ in given[1:]):

@@ -17,6 +17,7 @@ import msgspec
 from shoal.engine.protocol import GeneratedChoice, GenerateResponse
 from shoal.engine.server_adapter import (
     Abilities,
+    Asked,
     HttpAdapter,
     SampledCompletion,
     StopMode,
@@ -64,6 +65,7 @@ class VLLM(HttpAdapter):
 
     name = "vLLM"
     metrics = METRICS
+    adapter_routes = "/v1"
     _longest = 0
 
     async def abilities(self) -> Abilities:
@@ -71,7 +73,7 @@ class VLLM(HttpAdapter):
         version = (await self._client.ask("GET", "/version", _Version)).version
         if not await self._client.has_route("/collective_rpc"):
             raise ConfigError(f"engine.urls: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
-        probe = _generation("probe", (1,), Sampling(1), 1)
+        probe = _generation(Asked("probe", (1,), Sampling(1)))
         status, data = await self._client.status("POST", GENERATE, probe)
         if status in (403, 404):
             raise ConfigError(
@@ -89,23 +91,22 @@ class VLLM(HttpAdapter):
             await self.resume()
         return status in (400, 422) and "keep" in words(data) and await self._client.has_route("/update_weight_version")
 
-    async def sample(
-        self, name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int, priority: int | None, salt: str | None
-    ) -> list[SampledCompletion]:
-        """Samples `n` completions; only `sampling.stop_token_ids` end them, not the model's own end tokens."""
-        body = _generation(name, prompt_ids, sampling, n)
-        if priority is not None:
-            body["priority"] = -priority  # lower goes first in vLLM
-        if salt is not None:
-            body["cache_salt"] = salt
+    async def sample(self, asked: Asked) -> list[SampledCompletion]:
+        """Samples completions; only `sampling.stop_token_ids` end them, not the model's own end tokens."""
+        body = _generation(asked)
+        if asked.priority is not None:
+            body["priority"] = -asked.priority  # lower goes first in vLLM
+        if asked.salt is not None:
+            body["cache_salt"] = asked.salt
         answer = await self._client.ask("POST", GENERATE, GenerateResponse, body)
         return [_completion(choice) for choice in answer.choices]
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """Logprobs of a prompt. vLLM samples a token with them, so a row must be shorter than the context."""
         if self._longest and len(token_ids) >= self._longest:
             raise RequestRefused(f"token_ids: expected fewer than {self._longest} tokens, got {len(token_ids)}")
-        body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        named = {} if adapter is None else {"model": adapter}
+        body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}, **named}
         answer = await self._client.ask("POST", GENERATE, _Scored, body)
         given = answer.prompt_logprobs or []
         if len(given) != len(token_ids):
@@ -143,15 +144,16 @@ class VLLM(HttpAdapter):
         await self._client.post("/abort_requests", {})
 
 
-def _generation(name: str, prompt_ids: Sequence[int], sampling: Sampling, n: int) -> dict[str, object]:
+def _generation(asked: Asked) -> dict[str, object]:
     params = {
-        **asdict(replace(sampling, seed=None)),
-        "n": n,
+        **asdict(replace(asked.sampling, seed=None)),
+        "n": asked.n,
         "ignore_eos": True,
         "logprobs": 0,
         "detokenize": False,
     }
-    return {"request_id": name, "token_ids": list(prompt_ids), "sampling_params": params}
+    named = {} if asked.adapter is None else {"model": asked.adapter}
+    return {"request_id": asked.name, "token_ids": list(asked.prompt_ids), "sampling_params": params, **named}
 
 
 def _completion(choice: GeneratedChoice) -> SampledCompletion:

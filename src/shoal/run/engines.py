@@ -196,10 +196,16 @@ class _Keeper:
         run.
         """
         reported, config, prepared = False, self.settings.config, self.settings.prepared
-        sampling, on_update = sampling_of(config, prepared), config.engine.on_update
+        sampling, settings = sampling_of(config, prepared), config.engine
         while True:
             try:
-                engine = await connect(url, on_update=on_update, model_dir=prepared.model_dir, sampling=sampling)
+                engine = await connect(
+                    url,
+                    on_update=settings.on_update,
+                    model_dir=prepared.model_dir,
+                    sampling=sampling,
+                    adapters=settings.adapters,
+                )
                 await self.pool.join(url, engine)
                 return
             except EngineUnavailable as error:

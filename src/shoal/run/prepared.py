@@ -49,8 +49,8 @@ def sampling_of(config: Config, prepared: Prepared) -> Sampling:
 
 
 def version_file(config: Config) -> str:
-    """Name of the file of a Version: an adapter where own engines, which have its base, are all that load it."""
-    others = config.engine.urls or config.cluster.listen
+    """Name of the file of a Version: an adapter where all engines that load it have its base."""
+    others = (config.engine.urls and not config.engine.adapters) or config.cluster.listen
     return ADAPTER_FILE if config.train.lora.rank and not others else FILE
 
 
