@@ -88,7 +88,14 @@ def part(rank: int, model_dir: Path, out: Path, master: str) -> None:
         if resumed._reference is not None:  # each rank keeps its part of the reference, as of what is trained
             kept = sum(local(p).numel() for p in resumed._reference.parameters())
             assert kept < 0.6 * sum(p.numel() for p in resumed._reference.parameters())
+        (folder / "parts").mkdir(exist_ok=True)
+        apart = sharded(model_dir, name, replace(ranks, own_files=True))
         distributed.barrier()  # the first rank may still be writing
+        apart.load(folder / "1")
+        apart.save(folder / "parts")
+        distributed.barrier()
+        resumed.load(folder / "parts")
+        assert all(torch.equal(local(one), local(apart.tensors()[key])) for key, one in resumed.tensors().items())
         resumed.load(folder / "0")
         moments = [tensor for key, tensor in resumed._optimizer.state().items() if key.startswith("exp_avg")]
         assert 0 < sum(local(one).numel() for one in moments) < 0.6 * sum(one.numel() for one in moments)
@@ -133,6 +140,26 @@ def test_two_ranks_go_on_from_a_checkpoint_bit_for_bit(results: Path, name: str)
     for file in ("model", "optimizer"):
         resumed, straight = (load_file(results / name / step / f"{file}.safetensors") for step in ("resumed", "1"))
         assert all(torch.equal(tensor, straight[key]) for key, tensor in resumed.items())
+
+
+@pytest.mark.parametrize("name", ["several updates", "adapters"])
+def test_a_checkpoint_in_parts_holds_what_a_whole_one_does(tiny_model_dir: Path, results: Path, name: str) -> None:
+    parts = results / name / "parts"
+    assert len(list(parts.iterdir())) == RANKS
+    ours = sharded(tiny_model_dir, name, Ranks())
+    ours.load(parts)
+    ours.save(parts)
+    for file in ("model", "optimizer"):
+        read, straight = (load_file(folder / f"{file}.safetensors") for folder in (parts, results / name / "1"))
+        assert read.keys() == straight.keys()
+        assert all(torch.equal(tensor, straight[key]) for key, tensor in read.items())
+
+
+def test_a_checkpoint_in_parts_of_another_model_is_refused(tiny_model_dir: Path, results: Path) -> None:
+    with pytest.raises(TrainerError, match="expected the tensors of this model"):
+        sharded(tiny_model_dir, "adapters", Ranks()).load(results / "regularised" / "parts")
+    with pytest.raises(TrainerError, match="expected the tensors of this model"):
+        sharded(tiny_model_dir, "adapters", Ranks()).load(tiny_model_dir.parent)
 
 
 def test_a_checkpoint_of_two_ranks_is_read_by_one(tiny_model_dir: Path, results: Path) -> None:

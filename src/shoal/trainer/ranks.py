@@ -33,6 +33,8 @@ class Ranks:
     count: int = 1
     per_host: int | None = None
     """Ranks of each host: every host has all weights, sharded over its ranks (HSDP). None shards over all ranks."""
+    own_files: bool = False
+    """Whether each rank writes its part of a checkpoint, which needs a directory that all reach."""
     experts_apart: bool = False
     """Whether experts stay on their ranks, and tokens travel to them (`expert_parallel`)."""
 
@@ -145,7 +147,7 @@ def norm(parts: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> float:
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:
     """Tensor on the device of `other`, sharded as `other` is."""
-    if not isinstance(other, DTensor):
+    if isinstance(tensor, DTensor) or not isinstance(other, DTensor):
         return tensor.to(other.device)
     # Every rank has read the whole tensor, so nothing is sent.
     return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

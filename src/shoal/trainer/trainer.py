@@ -6,7 +6,7 @@ are always float32.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from shoal.model.loading import DTYPES, resolve_device
 from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
 from shoal.model.routing import replay_routing
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
-from shoal.trainer import critic, packing, weight_files
+from shoal.trainer import critic, packing, sharded_files, weight_files
 from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
@@ -202,6 +202,9 @@ class Trainer:
 
     def save(self, directory: Path) -> None:
         """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks."""
+        if self._ranks.own_files:
+            sharded_files.write(directory, {**self._trained(), **self._optimizer.state()}, self._ranks.count)
+            return
         weights, state = self._ranks.gather(self._trained()), self._ranks.gather(self._optimizer.state())
         if self._ranks.first:
             weight_files.write_tensors(directory / WEIGHTS_FILE, weights)
@@ -209,15 +212,26 @@ class Trainer:
 
     def load(self, directory: Path) -> None:
         """Loads the files that `save` wrote. Raises `TrainerError` when they are missing or of another model."""
-        weights, state = (weight_files.read_tensors(directory / name) for name in (WEIGHTS_FILE, OPTIMIZER_FILE))
         own = self._trained()
-        if own.keys() != weights.keys() or any(own[name].shape != weights[name].shape for name in own):
-            raise TrainerError(f"{directory / WEIGHTS_FILE}: expected the tensors of this model, got other ones")
-        self._optimizer.load_state(state)
-        with torch.no_grad():
-            for name, tensor in own.items():
-                tensor.copy_(like(weights[name], tensor))
+        if (directory / WEIGHTS_FILE).is_file():
+            weights, state = (weight_files.read_tensors(directory / name) for name in (WEIGHTS_FILE, OPTIMIZER_FILE))
+            self._check_saved(directory / WEIGHTS_FILE, {name: one.shape for name, one in weights.items()})
+            self._optimizer.load_state(state)
+            with torch.no_grad():
+                for name, tensor in own.items():
+                    tensor.copy_(like(weights[name], tensor))
+        else:
+            shapes = sharded_files.shapes(directory)
+            state = self._optimizer.empty_state(shapes)
+            self._check_saved(directory, {name: shape for name, shape in shapes.items() if name not in state})
+            sharded_files.read(directory, {**own, **state}, self._ranks.count)
+            self._optimizer.load_state(state)
         lay_out(self._forward)
+
+    def _check_saved(self, path: Path, shapes: Mapping[str, torch.Size]) -> None:
+        """Raises `TrainerError` for saved tensors of another model."""
+        if {name: tensor.shape for name, tensor in self._trained().items()} != shapes:
+            raise TrainerError(f"{path}: expected the tensors of this model, got other ones")
 
     def _trained(self) -> dict[str, Tensor]:
         """Trained tensors that no other file holds: the weights or the adapters, and the value head."""
