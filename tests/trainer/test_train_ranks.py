@@ -184,8 +184,16 @@ def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
             await trainer.start(tiny_model_dir, config, 2)
             assert [environment_of(rank.child.pid)["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["5", "7"]
             await trainer.save(tmp_path)
+            for name in ("now", "later"):
+                (tmp_path / name).mkdir()
+                await trainer.save(tmp_path / name, later=name == "later")
             wish = TokensFiles(tmp_path, 1).wanted(1, [f"g{index}" for index in range(len(rows))])
             first = await trainer.step(rows, tokens_file=wish)
+            await trainer.finish_save()
+            for part in (tmp_path / "now").iterdir():  # the step did not change what was copied before it
+                copied, saved_first = load_file(tmp_path / "later" / part.name), load_file(part)
+                assert copied.keys() == saved_first.keys()
+                assert all(torch.equal(one, saved_first[key]) for key, one in copied.items())
             # Each rank wrote the numbers of its own rows, and together they are all with an advantage.
             written = [load_file(tmp_path / "tokens" / f"000001{rank}.safetensors") for rank in ("", ".1")]
             every_row = [one for group in rows for one in group]

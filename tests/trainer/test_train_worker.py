@@ -13,6 +13,7 @@ from shoal.config import parse
 from shoal.errors import TrainerError
 from shoal.trainer.messages import (
     ComputeLogprobs,
+    FinishSave,
     Request,
     SaveCheckpoint,
     StartTrainer,
@@ -70,7 +71,15 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
             assert await trainer.write_version(tmp_path / "published.safetensors") > 0
             published, saved = (load_file(tmp_path / f"{name}.safetensors") for name in ("published", "model"))
             assert published.keys() == saved.keys()
-            await trainer.step([(ROW,)])
+            later = tmp_path / "later"
+            later.mkdir()
+            await trainer.save(later, later=True)
+            await trainer.step([(ROW,)])  # while the copies are written
+            await trainer.finish_save()
+            assert all(
+                (later / f"{name}.safetensors").read_bytes() == (tmp_path / f"{name}.safetensors").read_bytes()
+                for name in ("model", "optimizer")
+            )
             assert await trainer.load(tmp_path) > 0
             assert await trainer.logprobs([ROW.tokens]) == moved
 
@@ -87,7 +96,8 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
         Step(Packer(CONFIG.train, 1024, 16).step(((ROW, ROW), ()))[0]),
         ComputeLogprobs(((1, 2), (3,))),
         WriteVersion("a"),
-        SaveCheckpoint("b"),
+        SaveCheckpoint("b", later=True),
+        FinishSave(),
     ],
 )
 def test_requests_survive_the_wire(message: Request) -> None:

@@ -148,6 +148,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints, which a resumed run loads."""
 
+    asynchronous: bool = Field(
+        False, description="Whether the next step goes on while a copy of weights and moments is written."
+    )
     every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays later steps.")
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
     backup: str = Field("", description="Folder or URL to which log and checkpoints are copied; empty is off.")
@@ -285,6 +288,8 @@ def _in_training(config: Config) -> Iterator[str]:
     groups, over_batch = train.groups_per_step, train.advantage in ("batch", "gae")
     if train.router_replay and (config.engine.urls or config.cluster.listen):
         yield "train.router_replay: expected false with engine.urls or cluster.listen, whose engines tell no experts"
+    if config.checkpoint.asynchronous and config.cluster.trainer:
+        yield "checkpoint.asynchronous: expected false with cluster.trainer, whose ranks send their files, got true"
     if config.engine.adapters and not (train.lora.rank and config.engine.urls):
         yield "engine.adapters: expected false without engine.urls and a train.lora.rank above 0, got true"
     if groups % train.minibatches:

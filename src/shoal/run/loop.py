@@ -88,6 +88,7 @@ class TrainLoop:
         self._evaluation: asyncio.Task[None] | None = None
         self._archiving: asyncio.Task[None] | None = None
         self._archived = -1
+        self._saved: int | None = None  # the step of saved files that no checkpoint has yet
         self._tokens_files = TokensFiles(parts.run_dir, parts.config.log.tokens_mb)
         self._busy_s = 0.0
         self._load_s = 0.0  # of the newest loaded Version
@@ -104,10 +105,11 @@ class TrainLoop:
         for step in range(self.first_step, train.steps):
             last = step == train.steps - 1
             await self._step(step, new_version=last or (step + 1) % train.push_every == 0)
+            await self._seal(tasks)  # the checkpoint of the step before
             if last or (step + 1) % self._config.checkpoint.every_steps == 0:
-                with self._waiting("save_s"):
-                    await self._save(step)
-                    await self._archive(step, tasks)
+                await self._save(step)
+                if last or not self._config.checkpoint.asynchronous:
+                    await self._seal(tasks)
             every = self._config.eval.every_steps
             if every and not last and (step + 1) % every == 0 and (self._evaluation is None or self._evaluation.done()):
                 self._evaluation = tasks.create_task(self.evaluate(step + 1), name="evaluation")
@@ -309,12 +311,24 @@ class TrainLoop:
         await self._parts.engine.update_weights(version, self._newest.path)
 
     async def _save(self, step: int) -> None:
-        """Saves a checkpoint up to `step`. The log is synced first: it must know every step of a checkpoint."""
-        parts = self._parts
-        directory = await asyncio.to_thread(checkpoint.begin, parts.run_dir, step)
-        self._busy_s += await parts.trainer.save(directory)
-        await parts.buffer.sync()
-        await asyncio.to_thread(checkpoint.seal, parts.run_dir, step, keep=self._config.checkpoint.keep)
+        """Has the trainer save its state after `step`, which `_seal` makes a checkpoint."""
+        with self._waiting("save_s"):
+            directory = await asyncio.to_thread(checkpoint.begin, self._parts.run_dir, step)
+            later = self._config.checkpoint.asynchronous
+            self._busy_s += await self._parts.trainer.save(directory, later=later)
+            self._saved = step
+
+    async def _seal(self, tasks: asyncio.TaskGroup) -> None:
+        """Seals the saved files, if there are some, after the log, which must know every step of a checkpoint."""
+        if self._saved is None:
+            return
+        parts, step, self._saved = self._parts, self._saved, None
+        with self._waiting("save_s"):
+            if self._config.checkpoint.asynchronous:
+                await parts.trainer.finish_save()
+            await parts.buffer.sync()
+            await asyncio.to_thread(checkpoint.seal, parts.run_dir, step, keep=self._config.checkpoint.keep)
+            await self._archive(step, tasks)
 
     async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Moves steps that are too old for replay out of the log, `log.keep_steps` or more at a time."""

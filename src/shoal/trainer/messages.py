@@ -140,6 +140,12 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     """Request to write weights, optimizer and counters into an existing directory."""
 
     directory: str
+    later: bool = False
+    """Whether the answer comes once they are copied; `FinishSave` waits for the files."""
+
+
+class FinishSave(msgspec.Struct, frozen=True, tag=True):
+    """Request to wait for the files of a `SaveCheckpoint` for later."""
 
 
 class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
@@ -162,7 +168,7 @@ class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | LoadCheckpoint
+Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | FinishSave | LoadCheckpoint
 Answer: TypeAlias = Done | TrainerFailed
 
 

@@ -6,7 +6,7 @@ are always float32.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,21 +21,20 @@ from shoal.model.loading import DTYPES, resolve_device
 from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
 from shoal.model.routing import replay_routing
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
-from shoal.trainer import critic, packing, sharded_files, weight_files
+from shoal.trainer import critic, packing, weight_files
 from shoal.trainer.advantage import normalised_after_kl
+from shoal.trainer.checkpoint_files import CheckpointFiles
 from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.optim import Optimizer, Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Packer, Share, Size
-from shoal.trainer.ranks import ALONE, Ranks, like
+from shoal.trainer.ranks import ALONE, Ranks
 from shoal.trainer.sharded_start import loaded
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
 from shoal.trainer.token_numbers import TokenNumbers
 from shoal.types import Sample
 
-WEIGHTS_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
 VALUE_HEAD = "value_head"
 STD_EPS = 1e-8
 
@@ -102,6 +101,7 @@ class Trainer:
         self._value_head = self._new_value_head() if train.advantage == "gae" else None
         self._reference = self._new_reference(train.teacher_model or path) if has_reference else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
+        self._files = CheckpointFiles(self._trained, self._optimizer, ranks)
 
     def step(
         self,
@@ -200,38 +200,21 @@ class Trainer:
         """Records a push of the weights to the engines; resets the optimizer if the config says so."""
         self._optimizer.count_push()
 
-    def save(self, directory: Path) -> None:
-        """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks."""
-        if self._ranks.own_files:
-            sharded_files.write(directory, {**self._trained(), **self._optimizer.state()}, self._ranks.count)
-            return
-        weights, state = self._ranks.gather(self._trained()), self._ranks.gather(self._optimizer.state())
-        if self._ranks.first:
-            weight_files.write_tensors(directory / WEIGHTS_FILE, weights)
-            weight_files.write_tensors(directory / OPTIMIZER_FILE, state)
+    def save(self, directory: Path, *, later: bool = False) -> None:
+        """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks.
+
+        For `later` it copies them, and `finish_save` waits for their files. Raises `TrainerError`.
+        """
+        self._files.save(directory, later=later)
+
+    def finish_save(self) -> None:
+        """Waits for the files of a `save` for later. Raises `TrainerError`."""
+        self._files.finish()
 
     def load(self, directory: Path) -> None:
         """Loads the files that `save` wrote. Raises `TrainerError` when they are missing or of another model."""
-        own = self._trained()
-        if (directory / WEIGHTS_FILE).is_file():
-            weights, state = (weight_files.read_tensors(directory / name) for name in (WEIGHTS_FILE, OPTIMIZER_FILE))
-            self._check_saved(directory / WEIGHTS_FILE, {name: one.shape for name, one in weights.items()})
-            self._optimizer.load_state(state)
-            with torch.no_grad():
-                for name, tensor in own.items():
-                    tensor.copy_(like(weights[name], tensor))
-        else:
-            shapes = sharded_files.shapes(directory)
-            state = self._optimizer.empty_state(shapes)
-            self._check_saved(directory, {name: shape for name, shape in shapes.items() if name not in state})
-            sharded_files.read(directory, {**own, **state}, self._ranks.count)
-            self._optimizer.load_state(state)
+        self._files.load(directory)
         lay_out(self._forward)
-
-    def _check_saved(self, path: Path, shapes: Mapping[str, torch.Size]) -> None:
-        """Raises `TrainerError` for saved tensors of another model."""
-        if {name: tensor.shape for name, tensor in self._trained().items()} != shapes:
-            raise TrainerError(f"{path}: expected the tensors of this model, got other ones")
 
     def _trained(self) -> dict[str, Tensor]:
         """Trained tensors that no other file holds: the weights or the adapters, and the value head."""

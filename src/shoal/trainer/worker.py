@@ -31,6 +31,7 @@ from shoal.trainer.messages import (
     Answer,
     ComputeLogprobs,
     Done,
+    FinishSave,
     LoadCheckpoint,
     Logprobs,
     Request,
@@ -153,9 +154,14 @@ class TrainerProcess:
         """
         return await self._ask(float, WriteVersion(None if path is None else str(path), push))
 
-    async def save(self, directory: Path) -> float:
-        """Writes weights, optimizer and counters into an existing directory; returns its seconds."""
-        return await self._ask(float, SaveCheckpoint(str(directory)))
+    async def save(self, directory: Path, *, later: bool = False) -> float:
+        """Writes weights, optimizer and counters into an existing directory, or copies them for later; returns its
+        seconds."""
+        return await self._ask(float, SaveCheckpoint(str(directory), later))
+
+    async def finish_save(self) -> float:
+        """Waits for the files of a `save` for later; returns its seconds."""
+        return await self._ask(float, FinishSave())
 
     async def load(self, directory: Path) -> float:
         """Loads weights, optimizer and counters that `save` wrote; returns its seconds."""
@@ -272,8 +278,10 @@ def answer_to(request: Request, trainer: "Trainer | None") -> StepStats | Logpro
                 trainer.write_weights(Path(path))
             if push:
                 trainer.count_push()
-        case SaveCheckpoint(directory):
-            trainer.save(Path(directory))
+        case SaveCheckpoint(directory, later):
+            trainer.save(Path(directory), later=later)
+        case FinishSave():
+            trainer.finish_save()
         case LoadCheckpoint(directory):
             trainer.load(Path(directory))
     return None
