@@ -301,6 +301,17 @@ def test_a_client_can_neither_use_nor_see_what_is_anothers(server: TinkerServer,
         stranger.create_training_client_from_state(saved).result(TIMEOUT_S)
     listed = httpx.get(f"{server.url}/api/v1/training_runs", headers={"X-API-Key": KEYS[1]})
     assert client.get_info().model_id not in [run["training_run_id"] for run in listed.json()["training_runs"]]
+    session, own = client.model_id.partition(":")[0], logprobs(client)
+    for method, route, fields in (
+        ("POST", "unload_model", {"model_id": client.model_id}),
+        ("POST", "get_info", {"model_id": client.model_id}),
+        ("POST", f"sessions/{session}/finish", {}),
+        ("POST", "retrieve_future", {"request_id": f"{client.model_id}/1"}),
+        ("DELETE", f"training_runs/{client.model_id}/checkpoints/weights/mine", None),
+    ):
+        asked = httpx.request(method, f"{server.url}/api/v1/{route}", headers={"X-API-Key": KEYS[1]}, json=fields)
+        assert asked.status_code == httpx.codes.NOT_FOUND, route
+    assert logprobs(client) == own
     unknown = httpx.post(f"{server.url}/api/v1/create_session", headers={"X-API-Key": "tml-unknown"}, content="{}")
     assert unknown.status_code == httpx.codes.UNAUTHORIZED
 
