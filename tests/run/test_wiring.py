@@ -72,7 +72,7 @@ class Recording:
         path.write_text("weights")  # noqa: ASYNC240
         return 0.0
 
-    async def save(self, directory: Path) -> float:
+    async def save(self, directory: Path, *, later: bool = False) -> float:
         (directory / "weights").write_text("weights")
         return 0.0
 
