@@ -22,6 +22,8 @@ from shoal.net.identity import Identity
 from shoal.net.server import Refused, json
 from shoal.weights.manifest import SHARD_BYTES, Manifest, SignedManifest, encoded, manifest_of, signed
 
+KEPT_MANIFESTS = 256
+"""Newest manifests kept, besides that of the model with which the run began."""
 KEPT_SHARDS = 64
 """Encoded shards kept for the next asker: engines ask for the same ones at about the same time."""
 AT_ONCE = 4
@@ -72,6 +74,8 @@ class VersionServer:
         known = self._manifests.get(version)
         if known is None or (known.done() and known.exception() is not None):
             known = self._manifests[version] = asyncio.create_task(self._signed(version))
+            for older in [one for one in self._manifests if one][:-KEPT_MANIFESTS]:
+                del self._manifests[older]
         try:
             return json(await asyncio.shield(known))
         except FileNotFoundError:
