@@ -8,7 +8,7 @@ import pytest
 from joining import TOKEN, certified, joining
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
-from shoal.net.listening import free_port
+from shoal.net.listening import CERTIFICATE_VARIABLE, KEY_VARIABLE, free_port, tls_files
 from train_runs import events, start, wait_for_steps
 
 
@@ -18,10 +18,6 @@ def test_a_run_goes_on_while_engines_that_nobody_listed_come_and_are_killed(
 ) -> None:
     port, trusted = free_port(), certified(tmp_path / "tls")
     engine = ("engine", "join", f"https://127.0.0.1:{port}", "--threads=1")
-    (tmp_path / "no" / "ray").mkdir(parents=True)
-    (tmp_path / "no" / "ray" / "__init__.py").write_text(
-        "raise AssertionError('a run without cluster.address needs no Ray')"
-    )
     run = start(
         tmp_path,
         tiny_model_dir,
@@ -29,7 +25,6 @@ def test_a_run_goes_on_while_engines_that_nobody_listed_come_and_are_killed(
         f"--cluster.listen=127.0.0.1:{port}",
         "--json",
         SHOAL_RUN_TOKEN=TOKEN,
-        PYTHONPATH=str(tmp_path / "no"),
         **trusted,
     )
     first = joining(tmp_path / "first", *engine, **trusted)
@@ -69,10 +64,12 @@ def test_a_run_without_engines_needs_an_address_where_they_could_join(tmp_path: 
         parse({"tasks": [{"name": "chain_sum"}], "cluster": {"listen": "nowhere"}})
 
 
-def test_a_certificate_without_its_key_is_refused(tmp_path: Path) -> None:
-    files = certified(tmp_path)
-    for wrong in ({**files, "SHOAL_TLS_KEY": ""}, {**files, "SHOAL_TLS_CERT": files["SHOAL_TLS_KEY"]}):
-        rank = joining(tmp_path, "rewards", "serve", "--run=http://127.0.0.1:1", "--workers=1", **wrong)
-        assert rank.wait(120) == 2
-        expected = "SHOAL_TLS_CERT, SHOAL_TLS_KEY: expected the files of a certificate and its key"
-        assert expected in (tmp_path / "output").read_text()
+@pytest.mark.parametrize("wrong", [{KEY_VARIABLE: ""}, {CERTIFICATE_VARIABLE: "key.pem"}])
+def test_a_certificate_without_its_key_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {**certified(tmp_path), **wrong}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="SHOAL_TLS_CERT, SHOAL_TLS_KEY: expected the files of a certificate and its"):
+        tls_files()

@@ -1,33 +1,38 @@
-"""Ranks and a scorer of other processes work for a run, and the run outlives a killed rank without a person."""
+"""Ranks and a scorer of other processes work for a run over TLS; it outlives a killed rank without a person."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from joining import TOKEN, joining
+from joining import TOKEN, certified, joining
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
 from shoal.net.listening import free_port
-from train_runs import events, start, wait_for_steps
+from train_runs import children, events, start, wait_for_steps
 
 
 @pytest.mark.timeout(900)
 def test_a_run_goes_on_with_a_new_rank_after_one_was_killed(tmp_path: Path, tiny_model_dir: Path) -> None:
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    port, master_port, trusted = free_port(), free_port(), certified(tmp_path / "tls")
+    url = f"https://127.0.0.1:{port}"
     trainer = ("trainer", "join", url, "--threads=1")
     settings = (f"--cluster.listen=127.0.0.1:{port}", "--cluster.trainer.hosts=2", "--reward.workers=0")
-    run = start(tmp_path, tiny_model_dir, *settings, "--checkpoint.every_steps=3", "--json", SHOAL_RUN_TOKEN=TOKEN)
-    scorer = joining(tmp_path / "scorer", "rewards", "serve", "--run", url, "--workers=1")
-    ranks = [joining(tmp_path / "a", *trainer, RANK="1", WORLD_SIZE="2"), joining(tmp_path / "b", *trainer, RANK="0")]
-    wrong = joining(tmp_path / "c", *trainer, WORLD_SIZE="3")
+    given = {"SHOAL_RUN_TOKEN": TOKEN, **trusted}
+    run = start(tmp_path, tiny_model_dir, *settings, "--checkpoint.every_steps=3", "--json", **given)
+    scorer = joining(tmp_path / "scorer", "rewards", "serve", "--run", url, "--workers=1", **trusted)
+    launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port), **trusted}
+    ranks = [joining(tmp_path / name, *trainer, RANK=rank, **launched) for name, rank in (("a", "1"), ("b", "0"))]
+    wrong = joining(tmp_path / "c", *trainer, WORLD_SIZE="3", **trusted)
     assert wrong.wait(300) == 2
     assert "ranks: expected 2, as the run has them, got WORLD_SIZE=3" in (tmp_path / "c" / "output").read_text()
     wait_for_steps(tmp_path / "run", 5, run)
+    for rank in ranks:
+        (worker,) = children(rank, "shoal.trainer.worker")
+        assert f"--master=127.0.0.1:{master_port}" in worker.cmdline()
     ranks[0].kill()
     ranks[0].wait(60)
-    ranks.append(joining(tmp_path / "d", *trainer))
+    ranks.append(joining(tmp_path / "d", *trainer, **trusted))
     out, err = run.communicate(timeout=600)
     assert run.returncode == 0, err
     assert json.loads(out.splitlines()[-1])["steps"] == 40

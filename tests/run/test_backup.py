@@ -6,32 +6,46 @@ from pathlib import Path
 
 import pytest
 
+from joining import TOKEN, joining
 from shoal.errors import RunDirError
 from shoal.experience.audit import audit
+from shoal.net.listening import free_port
 from shoal.run.backup import back_up, check_backup, place_of
 from train_runs import events, start, wait_for_steps
 
 
-def test_a_run_goes_on_from_the_copy_of_what_is_gone(tmp_path: Path, tiny_model_dir: Path) -> None:
-    backup = tmp_path / "elsewhere"
-    settings = (f"--checkpoint.backup={backup}", "--checkpoint.backup_s=0.1")
-    first = start(tmp_path, tiny_model_dir, *settings, "--train.steps=2000")
-    wait_for_steps(tmp_path / "run", 20, first)
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_elsewhere_with_its_engine_from_the_copy_of_what_is_gone(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    backup, here, there, port = tmp_path / "backup", tmp_path / "here", tmp_path / "there", free_port()
+    here.mkdir()
+    there.mkdir()
+    settings = (f"--checkpoint.backup={backup}", "--engine.count=0", f"--cluster.listen=127.0.0.1:{port}")
+    engine = joining(tmp_path / "engine", "engine", "join", f"http://127.0.0.1:{port}", "--threads=1")
+    first = start(
+        here, tiny_model_dir, *settings, "--checkpoint.backup_s=1", "--train.steps=2000", SHOAL_RUN_TOKEN=TOKEN
+    )
+    wait_for_steps(here / "run", 20, first)
     first.kill()
     first.communicate()
-    shutil.rmtree(tmp_path / "run")
+    trained = audit(here / "run").steps
+    shutil.rmtree(here)
     saved = audit(backup)
     assert saved.ok, saved.sentences()
-    assert saved.steps >= 5
-    shutil.copytree(backup, tmp_path / "run")
-    second = start(tmp_path, tiny_model_dir, *settings, f"--train.steps={saved.steps + 5}", "--resume", "--json")
+    assert 5 <= saved.steps < trained, "the engine has a Version that the copy has not"
+    shutil.copytree(backup, there / "run")
+    second = start(there, tiny_model_dir, *settings, f"--train.steps={saved.steps + 5}", "--resume", "--json")
     out, err = second.communicate(timeout=200)
     assert second.returncode == 0, err
-    after = audit(tmp_path / "run")
+    engine.terminate()
+    assert engine.wait(60) == 0
+    assert "the run goes on from an older copy" in (tmp_path / "engine" / "output").read_text()
+    after = audit(there / "run")
     assert after.ok, after.sentences()
     assert json.loads(out.splitlines()[-1])["steps"] == after.steps == saved.steps + 5
-    assert "resumed" in events(tmp_path / "run")
-    assert "backup_failed" not in events(tmp_path / "run")
+    assert "resumed" in events(there / "run")
+    assert "backup_failed" not in events(there / "run")
     assert audit(backup).steps == after.steps, "the last copy is that of the end"
 
 

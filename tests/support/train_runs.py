@@ -13,7 +13,11 @@ STEPS = 40
 
 
 def start(folder: Path, model: Path, *more: str, **environment: str) -> subprocess.Popen[str]:
-    """`shoal train` in the background."""
+    """`shoal train` in the background, where Ray cannot be imported."""
+    (folder / "no" / "ray").mkdir(parents=True, exist_ok=True)
+    (folder / "no" / "ray" / "__init__.py").write_text(
+        "raise AssertionError('a run without cluster.address needs no Ray')"
+    )
     (folder / "data.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"say {letter}{n}", "answer": letter}) for letter in "abcd" for n in range(8))
     )
@@ -27,7 +31,7 @@ def start(folder: Path, model: Path, *more: str, **environment: str) -> subproce
     return subprocess.Popen(
         command,
         cwd=folder,
-        env={**os.environ, **environment},
+        env={**os.environ, "PYTHONPATH": str(folder / "no"), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -10,18 +10,19 @@ it from there. The engine itself listens on loopback only, and no route takes a 
 import asyncio
 import secrets
 import shlex
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import aiohttp
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.cluster.joining import OtherRun, hold_lease, run_info
+from shoal.cluster.joining import OtherRun, Work, hold_lease, no_work, run_info
 from shoal.cluster.registry import EngineRole, RunInfo
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine import protocol
@@ -75,9 +76,11 @@ class EngineHost:
                     announce(str(error))
                     await asyncio.sleep(ASK_AGAIN_S)
                     continue
-                with suppress(OtherRun):
+                try:
                     async with self._engine(info, model_dir) as (engine, died):
-                        await self._serve(engine, died, puller, info.key, announce)
+                        await self._serve(engine, died, puller, info, announce)
+                except OtherRun as error:
+                    announce(f"{error}; the engine is started again")
             finally:
                 await client.aclose()
 
@@ -86,7 +89,7 @@ class EngineHost:
         engine: PoolEngine,
         died: "asyncio.Task[str]",
         puller: VersionPuller,
-        key: bytes,
+        info: RunInfo,
         announce: Callable[[str], None],
     ) -> None:
         """Serves the engine and holds its lease. Raises `ChildDied` when the engine ends."""
@@ -96,7 +99,8 @@ class EngineHost:
             server = QuietServer(uvicorn_config(front.app, idle_s=600, grace_s=1, tls=tls))
             serving = asyncio.create_task(server.serve(sockets=[listening]), name="engine front")
             role = EngineRole(url_of(listening, tls), token)
-            leased = asyncio.create_task(hold_lease(self.url, self.token, role, key, announce), name="lease")
+            holding = hold_lease(self.url, self.token, role, info.key, announce, _work(puller, info.process))
+            leased = asyncio.create_task(holding, name="lease")
             try:
                 await asyncio.wait({died, serving, leased}, return_when=asyncio.FIRST_COMPLETED)
                 if died.done():
@@ -157,6 +161,25 @@ class EngineHost:
                 )
             except EngineUnavailable:
                 await asyncio.sleep(ASK_AGAIN_S)
+
+
+def _work(puller: VersionPuller, process: str) -> Work:
+    """Work of an engine that another process of the run may use only while it has the engine's Version."""
+    known = {process}
+
+    @asynccontextmanager
+    async def work(socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
+        try:
+            now = (await run_info(puller.client)).process
+            if now not in known and not await puller.is_of_run():
+                raise OtherRun("the run goes on from an older copy, without the Version of this engine")
+        except EngineUnavailable as error:
+            raise ConnectionError(str(error)) from error  # the lease is tried again
+        known.add(now)
+        async with no_work(socket) as take:
+            yield take
+
+    return work
 
 
 async def _how(child: Child) -> str:

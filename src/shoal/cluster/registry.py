@@ -10,6 +10,7 @@ room that can use it has added a `RoleHandler` for it, on the event loop of the 
 
 import asyncio
 import contextlib
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -29,6 +30,8 @@ from shoal.net.server import json
 from shoal.types import Sampling
 
 PROTOCOL = 1
+PROCESS = secrets.token_hex(8)
+"""Name of this process, which no other has."""
 JOIN = "/v1/join"
 Url: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^https?://[^\s/@]{1,255}$")]
 Address: TypeAlias = Annotated[str, msgspec.Meta(pattern=r"^[^\s/@]{1,255}$")]
@@ -49,6 +52,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     """None for the model's own."""
     tinker: str = ""
     """Name of the model that clients of a Tinker server train; empty for a run."""
+    process: str = PROCESS
+    """Process of the run: one that goes on from an older copy may have other Versions under the same numbers."""
     protocol: int = PROTOCOL
 
 

@@ -36,7 +36,7 @@ class VersionPuller:
     """Versions of one run, kept below a folder; `key` is the run's, which signs them."""
 
     def __init__(self, client: Client, folder: Path, key: bytes) -> None:
-        self._client, self._folder, self._key = client, folder, key
+        self.client, self._folder, self._key = client, folder, key
         self._newest: Manifest | None = None
         self._turn = asyncio.Lock()
         self.last = Pulled()
@@ -57,8 +57,7 @@ class VersionPuller:
             if self._newest is not None and self._newest.version == version:
                 return target
             try:
-                signed = await self._client.ask("GET", f"/v1/versions/{version}", SignedManifest)
-                manifest = signed.opened(self._key, version)
+                manifest = await self._manifest(version)
                 await self._fetch(manifest, target)
             except (WireError, RequestRefused) as error:
                 raise EngineUnavailable(f"version {version} cannot be pulled: {error}") from error
@@ -66,6 +65,22 @@ class VersionPuller:
                 raise EngineUnavailable(f"{target} cannot be written: {error}") from error
             self._newest = manifest
             return target
+
+    async def is_of_run(self) -> bool:
+        """Whether the run has the newest Version of this host, with the same bytes.
+
+        Raises `EngineUnavailable` when the run does not answer.
+        """
+        if self._newest is None:
+            return True
+        try:
+            return await self._manifest(self._newest.version) == self._newest
+        except (WireError, RequestRefused):
+            return False
+
+    async def _manifest(self, version: int) -> Manifest:
+        signed = await self.client.ask("GET", f"/v1/versions/{version}", SignedManifest)
+        return signed.opened(self._key, version)
 
     def remove_before(self, version: int) -> None:
         """Removes older Versions, but for the one with which the run began."""
@@ -123,7 +138,7 @@ class VersionPuller:
         raise AssertionError
 
     async def _ask(self, path: str) -> bytes:
-        status, data = await self._client.status("GET", path)
+        status, data = await self.client.status("GET", path)
         self.last.sent_bytes += len(data)
         if status == 200:
             return data

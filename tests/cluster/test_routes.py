@@ -1,0 +1,91 @@
+"""Routes of a run, and of an engine on another host: nothing without the token, and no path of a caller."""
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
+
+from shoal.cluster.engine_role import EngineFront
+from shoal.cluster.files import FileShelf
+from shoal.cluster.registry import Roles, RunInfo
+from shoal.engine.http_client import HttpEngine
+from shoal.net.client import Client, authorization
+from shoal.net.identity import Identity
+from shoal.net.run_server import RunServer
+from shoal.types import Sampling
+from shoal.weights.pull import VersionPuller
+from shoal.weights.serving import VersionServer
+from shoal.weights.store import WeightStore
+
+TOKEN, NOWHERE, IDENTITY = "secret", "http://127.0.0.1:9", Identity.fresh()
+
+
+async def asked(app: Starlette, method: str, path: str, token: str, body: object = None) -> tuple[int, str]:
+    transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+        reply = await http.request(method, path, headers=authorization(token), json=body)
+    return reply.status_code, reply.text
+
+
+def run_of(folder: Path, shelf: FileShelf) -> Starlette:
+    """All routes of a run; within an event loop."""
+    server = RunServer(token=TOKEN)
+    server.add([*VersionServer(WeightStore(folder), folder, IDENTITY).routes, *shelf.routes])
+    Roles(server, RunInfo(IDENTITY.public_key, "{}", "{}", Sampling(1), 8), shelf, lambda name, state: None)
+    return server.app
+
+
+def engine_of(folder: Path) -> Starlette:
+    """All routes of an engine's host."""
+    puller = VersionPuller(Client(NOWHERE), folder, IDENTITY.public_key)
+    return EngineFront(HttpEngine(NOWHERE), puller, TOKEN).app
+
+
+def requests(app: Starlette) -> Iterator[tuple[str, str]]:
+    for route in app.routes:
+        if isinstance(route, Route):
+            path = re.sub("{[^}]*}", "1", route.path)
+            yield from ((method, path) for method in sorted(route.methods or ()))
+
+
+def test_no_route_of_a_role_answers_without_its_token(tmp_path: Path) -> None:
+    async def ask_all() -> None:
+        for app in (run_of(tmp_path, FileShelf()), engine_of(tmp_path)):
+            found = list(requests(app))
+            assert len(found) >= 8
+            for method, path in found:
+                for wrong in ("", "another", TOKEN[:-1]):
+                    assert (await asked(app, method, path, wrong))[0] == 401, (method, path)
+
+    asyncio.run(ask_all())
+
+
+def test_an_engine_of_another_host_loads_no_path_of_its_caller(tmp_path: Path) -> None:
+    body = {"version": 1, "path": str(tmp_path)}
+    status, said = asyncio.run(asked(engine_of(tmp_path), "POST", "/update_weights", TOKEN, body))
+    assert (status, "path: expected none, this engine pulls its versions" in said) == (400, True)
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e", "a%2fb", "..%2fsecret", ".hidden", "a%00"])
+def test_files_of_a_run_are_read_and_written_in_the_folder_of_a_ticket_only(tmp_path: Path, name: str) -> None:
+    async def ask() -> None:
+        shelf, folder = FileShelf(), tmp_path / "shelf"
+        (folder / "a").mkdir(parents=True)
+        (tmp_path / "secret").write_text("secret")
+        app = run_of(tmp_path, shelf)
+        with shelf.ticket(folder) as ticket:
+            for method in ("GET", "POST"):
+                status, said = await asked(app, method, f"/v1/files/{ticket}/{name}", TOKEN)
+                assert status in (400, 404), said
+                assert "secret" not in said
+            assert (await asked(app, "POST", f"/v1/files/{ticket}/own", TOKEN))[0] == 200
+            assert (folder / "own").exists()
+        assert (await asked(app, "GET", f"/v1/files/{ticket}/own", TOKEN))[0] == 404
+
+    asyncio.run(ask())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "shelf"]
