@@ -238,7 +238,7 @@ def recovered(run_dir: Path) -> tuple[Replaying, Serving, list[str]]:
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
         parts: Any = SimpleNamespace(
             config=CONFIG, engine=engine, trainer=trainer, buffer=buffer, store=store, swarm=None,
-            run_dir=run_dir, trackers=trackers,
+            run_dir=run_dir, trackers=trackers, teacher=None,
         )  # fmt: skip
         await TrainLoop(parts, first_step=9, version=buffer.recovered.version).recover()
         trackers.close()

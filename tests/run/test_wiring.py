@@ -117,12 +117,13 @@ async def draw_wrong_then_differing(buffer: Buffer) -> None:
 class Copied(TrainLoop):
     """Copies its log at each checkpoint as it then is, without its write-ahead log."""
 
-    async def _save(self, step: int) -> None:
-        await super()._save(step)
-        run_dir = self._parts.run_dir
-        alone = run_dir / f"alone-{step}"
-        alone.mkdir()
-        shutil.copy(run_dir / FILE, alone)
+    async def _seal(self, tasks: asyncio.TaskGroup) -> None:
+        run_dir, step = self._parts.run_dir, self._saved
+        await super()._seal(tasks)
+        if step is not None:
+            alone = run_dir / f"alone-{step}"
+            alone.mkdir()
+            shutil.copy(run_dir / FILE, alone)
 
     async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Keeps every step in the log."""
@@ -174,6 +175,7 @@ def ran(
         parts: Any = SimpleNamespace(
             config=config, run_dir=run_dir, engine=Serving(), trainer=trainer, buffer=buffer, trackers=trackers,
             store=WeightStore(run_dir / "weights"), single_turn=SimpleNamespace(scorer=None), swarm=None, eval_tasks=(),
+            teacher=None,
         )  # fmt: skip
         loop = kind(parts, first_step=0, version=0)
         async with asyncio.TaskGroup() as tasks:
