@@ -47,10 +47,10 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
 
     async def main() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
-        parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=None, run_dir=tmp_path)
+        parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=None, run_dir=tmp_path, teacher=None)
         loop = TrainLoop(parts, first_step=0, version=0)
         own = [group(f"own{i}", OWN) for i in range(4)]
-        rows_of, _ = loop._rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], 0)
+        rows_of, _ = await loop._rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], 0)
         rows = list(rows_of.values())
         for part in even_slices(len(rows), 2):
             tokens = [row.tokens[-1] for i in part for row in rows[i]]
