@@ -89,6 +89,19 @@ def test_a_shard_that_is_the_same_is_not_sent(served: Served, store: WeightStore
     assert pulled(served[0], tmp_path / "host", 1, 2).last.sent_bytes == 0
 
 
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_host_that_starts_again_fetches_a_version_only_if_it_has_it_not_whole(
+    served: Served, store: WeightStore, tmp_path: Path, damage: bool
+) -> None:
+    data = write(store, 1)
+    file = pulled(served[0], tmp_path / "host", 1).directory_of(1) / FILE
+    if damage:
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    again = pulled(served[0], tmp_path / "host", 1)
+    assert (again.last.sent_bytes > 0) == damage
+    assert file.read_bytes() == data
+
+
 def test_a_flipped_bit_in_what_a_host_has_is_repaired(served: Served, store: WeightStore, tmp_path: Path) -> None:
     write(store, 1)
     second = write(store, 2, change=1e-4)

@@ -14,7 +14,16 @@ from pathlib import Path
 from shoal.errors import EngineUnavailable, RequestRefused, WireError
 from shoal.files import sync
 from shoal.net.client import Client, words
-from shoal.weights.manifest import SHARD_BYTES, Manifest, SignedManifest, VersionFile, WeightShard, decoded, digest_of
+from shoal.weights.manifest import (
+    SHARD_BYTES,
+    Manifest,
+    SignedManifest,
+    VersionFile,
+    WeightShard,
+    decoded,
+    digest_of,
+    manifest_of,
+)
 
 AT_ONCE = 4
 """Shards fetched at the same time: a slow link is full, and little waits in memory."""
@@ -58,7 +67,8 @@ class VersionPuller:
                 return target
             try:
                 manifest = await self._manifest(version)
-                await self._fetch(manifest, target)
+                if self._newest is not None or not await asyncio.to_thread(_lies_at, target, manifest):
+                    await self._fetch(manifest, target)
             except (WireError, RequestRefused) as error:
                 raise EngineUnavailable(f"version {version} cannot be pulled: {error}") from error
             except OSError as error:
@@ -151,6 +161,11 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _lies_at(target: Path, manifest: Manifest) -> bool:
+    """Whether an earlier process left a Version there, whole."""
+    return target.is_dir() and manifest_of(manifest.version, target) == manifest
 
 
 def _read(path: Path, offset: int, size: int) -> bytes | None:
