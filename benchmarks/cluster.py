@@ -74,7 +74,11 @@ SHORT = Plan(
     questions=2,
     checkpoint_every=2,
     events=(Event.JOIN, Event.RANK),
-    ray={"RAY_health_check_timeout_ms": "3000", "RAY_health_check_period_ms": "500"},
+    ray={
+        "RAY_health_check_timeout_ms": "3000",
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_failure_threshold": "3",
+    },
 )
 """What the tests run: a gang that loses its host goes on with the host that joined, of which Ray learns sooner."""
 
