@@ -43,7 +43,7 @@ def serve(
 ) -> None:
     """Answer OpenAI and Anthropic clients with a model, or the tinker package's training loops.
 
-    With tinker, settings of [cluster] let engines and the trainer join from other hosts: --cluster.listen=HOST:PORT.
+    With tinker, --cluster.listen=HOST:PORT and other settings of that section let engines and the trainer join it.
     """
     import uvloop
 

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
@@ -17,14 +18,16 @@ from shoal.errors import ConfigError
 from shoal.run.roles import kept_identity, launched, registry, run_server, run_token
 from shoal.tinker import messages as m
 from shoal.tinker.samplers import NumberedWeights, Samplers
-from shoal.tinker.service import ServerSettings, TinkerService
 from shoal.types import Sampling
 from shoal.weights.serving import VersionServer
+
+if TYPE_CHECKING:
+    from shoal.tinker.service import ServerSettings, TinkerService
 
 OnStep = Callable[[str, int, Mapping[str, float]], None]
 
 
-def cluster_config(settings: ServerSettings, overrides: Sequence[str]) -> Config | None:
+def cluster_config(settings: "ServerSettings", overrides: Sequence[str]) -> Config | None:
     """Configuration of a run with the settings of `[cluster]`; None without any. Raises `ConfigError`."""
     others = [one for one in overrides if not one.removeprefix("--").startswith("cluster.")]
     if others:
@@ -53,12 +56,14 @@ def cluster_config(settings: ServerSettings, overrides: Sequence[str]) -> Config
 
 @asynccontextmanager
 async def joinable(
-    config: Config, settings: ServerSettings, on_step: OnStep, on_event: Callable[[str, str], None]
-) -> AsyncIterator[tuple[TinkerService, str]]:
+    config: Config, settings: "ServerSettings", on_step: OnStep, on_event: Callable[[str, str], None]
+) -> AsyncIterator["tuple[TinkerService, str]"]:
     """Service whose engines and trainer come from other hosts, and the URL where they join.
 
     `on_event` gets the name of a role and what became of it.
     """
+    from shoal.tinker.service import TinkerService  # the package tinker loads torch
+
     ((name, model_dir),) = settings.bases.items()
     token = run_token(config)
     settings.folder.mkdir(parents=True, exist_ok=True)
