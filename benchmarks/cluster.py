@@ -68,7 +68,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 QUICK = Plan(steps=240)
 SHORT = Plan(
-    steps=12,
+    steps=8,
     hosts=2,
     engines=1,
     questions=2,
@@ -88,6 +88,7 @@ def measure(quick: bool) -> Report:
     demo_model()
     plan = QUICK if quick else Plan()
     report = on_hosts(plan)
+    say(f"on hosts: {report}")
     return {**report, **compared(report, plan)}
 
 
