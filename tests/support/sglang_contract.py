@@ -200,7 +200,7 @@ class Contract:
             return JSONResponse({"success": False, "error_message": message}, 400)
         await self.engine.load_adapter(name, len(self.asked), Path(body["lora_path"]))
         self.adapters.append(name)
-        return JSONResponse({"success": True, "error_message": "", "loaded_adapters": {}})
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")  # vLLM's words
 
     async def unload_adapter(self, body: dict) -> Response:  # type: ignore[type-arg]
         await self.engine.unload_adapter(body["lora_name"])

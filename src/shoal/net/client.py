@@ -156,9 +156,13 @@ class Client:
 
         Raises `RequestRefused` (a status of `refusals`) or `EngineUnavailable` (otherwise).
         """
+        return decoded(await self._answer(method, path, body), kind, self.url + path)
+
+    async def _answer(self, method: str, path: str, body: object) -> bytes:
+        """Answer of a request that succeeded. Raises as `ask` does."""
         status, data = await self.status(method, path, body)
         if status == 200:
-            return decoded(data, kind, self.url + path)
+            return data
         message = f"{path}: HTTP {status}: {words(data)}"
         if status in self._refusals:
             raise RequestRefused(message)
@@ -187,8 +191,8 @@ class Client:
             raise EngineUnavailable(f"no answer from {self.url}: {error or type(error).__name__}") from error
 
     async def post(self, path: str, body: object = None) -> None:
-        """Posts `body` where only success matters. Raises as `ask` does."""
-        await self.ask("POST", path, msgspec.Raw, body)
+        """Posts `body` where only success matters, in whatever words. Raises as `ask` does."""
+        await self._answer("POST", path, body)
 
     async def has_route(self, path: str) -> bool:
         """Whether the server has a POST route: to a GET, FastAPI answers 405 if so and 404 otherwise."""
