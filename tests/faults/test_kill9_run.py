@@ -43,14 +43,14 @@ def test_a_killed_run_resumes_to_the_same_weights_without_loss_or_repetition(
 def test_a_killed_engine_is_started_again_and_the_run_loses_nothing(
     tmp_path: Path, tiny_model_dir: Path, count: int
 ) -> None:
-    run = start(tmp_path, tiny_model_dir, f"--engine.count={count}", "--train.steps=12", "--json")
+    run = start(tmp_path, tiny_model_dir, f"--engine.count={count}", "--train.steps=30", "--json")
     wait_for_steps(tmp_path / "run", 5, run)
     engines = children(run, "shoal.engine.http_server")
     assert len(engines) == count
     engines[0].kill()
     out, err = run.communicate(timeout=200)
     assert run.returncode == 0, err
-    assert json.loads(out.splitlines()[-1])["steps"] == 12
+    assert json.loads(out.splitlines()[-1])["steps"] == 30
     assert events(tmp_path / "run").count("engine_lost") == 1
     report = audit(tmp_path / "run")
     assert report.ok, report.sentences()

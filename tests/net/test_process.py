@@ -5,13 +5,11 @@ import os
 import resource
 import signal
 import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
-import uvloop
 
-from cancelled import LOOPS, Loop, left_by
+from cancelled import LOOPS, Loop, left_by, own_children
 from shoal.errors import ChildDied
 from shoal.net.process import Child
 from shoal.trainer.worker import LocalRank, TrainerProcess, local_ranks
@@ -172,15 +170,38 @@ class Sleeper(Child):
         return ["sh", "-c", "trap '' TERM; while :; do sleep 60; done"]
 
 
-ENDS = [(asyncio.new_event_loop, 0), *product([asyncio.new_event_loop, uvloop.new_event_loop], [1, 2])]
-"""Event loops and cancellations; with none the loop ends. A loop of uvloop that ends while it starts a process forgets
-the process, which then ends with this one."""
-
-
-@pytest.mark.parametrize(("loop", "cancels"), ENDS)
+@LOOPS
+@pytest.mark.parametrize("cancels", [1, 2])
 def test_no_child_outlives_a_cancelled_start_or_end(tmp_path: Path, loop: Loop, cancels: int) -> None:
     async def life() -> None:
         async with Sleeper(tmp_path):
             pass
 
     assert left_by(life, loop, cancels) == {}
+
+
+@LOOPS
+@pytest.mark.parametrize("ending", [False, True])
+def test_no_child_outlives_the_event_loop_that_waits_in_it_or_for_its_end(
+    tmp_path: Path, loop: Loop, ending: bool
+) -> None:
+    """An event loop that ends cancels all tasks."""
+
+    async def life(entered: asyncio.Event) -> None:
+        async with Sleeper(tmp_path):
+            entered.set()
+            await (asyncio.sleep(0) if ending else asyncio.Event().wait())
+
+    async def main() -> asyncio.Task[None]:
+        entered = asyncio.Event()
+        living = asyncio.create_task(life(entered))
+        await entered.wait()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return living
+
+    before = own_children()
+    with asyncio.Runner(loop_factory=loop) as runner:
+        living = runner.run(main())
+    assert living.cancelled()
+    assert [pid for pid in own_children() if pid not in before] == []

@@ -19,26 +19,18 @@ def own_children() -> list[int]:
 
 
 def left_by(life: Callable[[], Coroutine[object, object, None]], loop: Loop, cancels: int) -> dict[int, list[int]]:
-    """Children that a life leaves by the turn at which it is cancelled, once per turn from then on.
-
-    With no `cancels` the event loop ends instead, which cancels all its tasks.
-    """
+    """Children that a life leaves by the turn at which it is cancelled, once per turn from then on."""
     before = own_children()
 
-    async def cancelled_after(turns: int) -> None:
+    async def cancelled_after(turns: int) -> list[int]:
         living = asyncio.ensure_future(life())
         for _ in range(turns):
             await asyncio.sleep(0)
         for _ in range(cancels):
             living.cancel()
             await asyncio.sleep(0)
-        if cancels:
-            await asyncio.wait([living])
+        await asyncio.wait([living])
+        return [pid for pid in own_children() if pid not in before]
 
-    found = {}
-    for turns in range(TURNS):
-        with asyncio.Runner(loop_factory=loop) as runner:
-            runner.run(cancelled_after(turns))
-        if left := [pid for pid in own_children() if pid not in before]:
-            found[turns] = left
-    return found
+    with asyncio.Runner(loop_factory=loop) as runner:
+        return {turns: left for turns in range(TURNS) if (left := runner.run(cancelled_after(turns)))}
