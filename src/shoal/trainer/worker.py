@@ -25,6 +25,7 @@ from shoal.config.training import TrainConfig
 from shoal.errors import ChildDied, ShoalError, TrainerError
 from shoal.net.listening import free_port
 from shoal.net.process import Child, cpu_ticks, die_with_parent, serve, torch_environment
+from shoal.trainer.heap import Heap
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
     OTHER_RANK,
@@ -226,6 +227,7 @@ class Server:
     def __init__(self, ranks: "Ranks", master: str | None) -> None:
         self._ranks, self._master = ranks, master
         self._trainer: Trainer | None = None
+        self._heap = Heap()
 
     def answer(self, frame: bytes) -> Answer:
         """Answers a request."""
@@ -238,6 +240,8 @@ class Server:
                 self._trainer = start(request, self._ranks)
                 return Done(float(self._trainer.tokens_per_microbatch))
             value = answer_to(request, self._trainer)
+            if isinstance(request, Step):
+                self._heap.settle()
             return Done(time.perf_counter() - started if value is None else value)
         except (ShoalError, RuntimeError, ValueError, OSError, MemoryError) as error:
             return _failed(error)
