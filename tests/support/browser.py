@@ -23,6 +23,12 @@ import pytest
 START_TIMEOUT_S = 120.0
 WAIT_S = 120.0
 KEYS = {"Tab": (9, ""), "Enter": (13, "\r"), "ArrowRight": (39, "")}
+NAVIGATED = (
+    "Inspected target navigated or closed",
+    "Execution context was destroyed.",
+    "Cannot find default execution context",
+)
+"""What DevTools says of a page that was left before its answer."""
 FOCUS_SHOWN = "getComputedStyle(document.activeElement).outlineStyle != 'none'"
 
 
@@ -32,6 +38,10 @@ def browser_path() -> str:
     if found is None:
         pytest.skip("no chromium: install it, or run `make test` as root on Debian or Ubuntu")
     return found
+
+
+class Navigated(AssertionError):
+    """The page went elsewhere before it could answer."""
 
 
 class Page:
@@ -62,6 +72,8 @@ class Page:
         await self._socket.send_json({"id": self._sent, "method": method, "params": params})
         async with asyncio.timeout(WAIT_S):
             said = await reply
+        if said.get("error", {}).get("message") in NAVIGATED:
+            raise Navigated(method)
         assert "error" not in said, said
         result: dict[str, Any] = said["result"]
         return result
@@ -76,8 +88,11 @@ class Page:
         """Waits until an expression is true, and gives it."""
         try:
             async with asyncio.timeout(WAIT_S):
-                while not (value := await self.value(expression)):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+                value = None
+                while not value:
+                    with contextlib.suppress(Navigated):  # a page that asks again by itself
+                        value = await self.value(expression)
+                    await asyncio.sleep(0 if value else 0.05)
         except TimeoutError:
             seen = await self.value("document.body.innerText")
             raise AssertionError(f"{expression} never came true; the page says:\n{seen}") from None
