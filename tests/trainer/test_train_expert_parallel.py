@@ -85,6 +85,11 @@ def test_experts_apart_train_what_all_experts_on_one_rank_do(tiny_model_dir: Pat
             for field, value in asdict(one).items():
                 expected = None if value is None else pytest.approx(value, rel=2e-3, abs=1e-4)
                 assert field == "seconds" or getattr(two, field) == expected, (kind, experts, field)
+        whole = Trainer(models[kind], ModelConfig(device="cpu"), config(1).train)
+        published = (tmp_path / f"{kind}-{experts}" / FILES[2]).rename(tmp_path / "published")
+        whole.load(tmp_path / f"{kind}-{experts}")
+        whole.save(tmp_path / f"{kind}-{experts}")
+        published.rename(tmp_path / f"{kind}-{experts}" / FILES[2])
         for file in FILES:
             theirs, ours = (load_file(tmp_path / folder / file) for folder in (f"{kind}-{experts}", kind))
             torch.testing.assert_close(theirs, ours, rtol=2e-3, atol=2e-4 if "optimizer" in file else LR)

@@ -25,7 +25,9 @@ from shoal.observe.metrics import Trackers
 
 LOG = "log.sqlite"
 KEY_FILE = "run.key"
-FILES = ("metrics.jsonl", "resolved.toml", "credentials.json", KEY_FILE, "run.token")
+METRICS = "metrics.jsonl"
+FIRST_FILES = (KEY_FILE, "run.token", "resolved.toml", "credentials.json")
+"""Files that are copied before all others, because they say whose a backup is."""
 FOLDERS = ("checkpoints", "archive")
 
 
@@ -160,6 +162,9 @@ def check_backup(run_dir: Path, target: str) -> None:
 def back_up(run_dir: Path, target: str) -> None:
     """Brings a backup up to date. Raises `OSError` or `sqlite3.Error`."""
     place = place_of(target)
+    for name in FIRST_FILES:
+        if (run_dir / name).exists():
+            place.put(run_dir / name, name)
     for name in FOLDERS:
         _mirror(run_dir, name, place)
     snapshot = run_dir / "backup.sqlite"
@@ -168,9 +173,8 @@ def back_up(run_dir: Path, target: str) -> None:
         log.backup(copy)
     place.put(snapshot, LOG)
     snapshot.unlink()
-    for name in FILES:
-        if (run_dir / name).exists():
-            place.put(run_dir / name, name)
+    if (run_dir / METRICS).exists():
+        place.put(run_dir / METRICS, METRICS)
 
 
 def _mirror(run_dir: Path, folder: str, place: BackupPlace) -> None:

@@ -105,6 +105,8 @@ class CheckpointFiles:
         with _told(f"{directory}: expected the files that the trainer saved"):
             found = HuggingFaceStorageReader(str(directory)).read_metadata().state_dict_metadata
         shapes = {name: one.size for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+        if not shapes:
+            raise TrainerError(f"{directory}: expected the files that the trainer saved, got none")
         own, state = self._trained(), self._optimizer.empty_state(shapes)
         _check(directory, own, {name: shape for name, shape in shapes.items() if name not in state})
         alone = self._ranks.count == 1

@@ -82,7 +82,9 @@ class Trainer:
         `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
-        ranks = self._ranks = replace(ranks, experts_apart=train.experts == "parallel")
+        apart = train.experts == "parallel"
+        # Experts of a rank alone are plain tensors, which torch.distributed.checkpoint would take for copies.
+        ranks = self._ranks = replace(ranks, experts_apart=apart, own_files=ranks.own_files and not apart)
         self.model = loaded(path, ranks, self.device, train.lora, gradient_checkpointing=model.gradient_checkpointing)
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
             on_gpu=self.device.startswith("cuda")
