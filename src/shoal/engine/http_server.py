@@ -14,21 +14,20 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-import torch
 import uvicorn
 
 from shoal import files
 from shoal.engine.http_client import TOKEN_VARIABLE
 from shoal.engine.options import EngineLimits, OnUpdate
-from shoal.engine.routes import EngineServer
-from shoal.engine.step_engine import StepEngine
-from shoal.engine.weight_loading import weight_file
 from shoal.errors import ConfigError, ShoalError
-from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.net.listening import listening_socket, url_of
-from shoal.net.process import die_with_parent, receive_frame, send_frame
+from shoal.net.process import die_with_parent, loading, receive_frame, send_frame
 from shoal.net.server import uvicorn_config
+
+if TYPE_CHECKING:
+    from shoal.engine.step_engine import StepEngine
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -37,7 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     if options.die_with_parent:
         die_with_parent()
     try:
-        engine = _engine(options)
+        with loading():
+            engine = _engine(options)
         listening = listening_socket(options.host, options.port)
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
@@ -57,7 +57,9 @@ class _Uvicorn(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-async def _serve(engine: StepEngine, listening: socket.socket, options: argparse.Namespace) -> int:
+async def _serve(engine: "StepEngine", listening: socket.socket, options: argparse.Namespace) -> int:
+    from shoal.engine.routes import EngineServer
+
     failures: list[BaseException] = []
 
     def crashed(error: BaseException) -> None:
@@ -79,7 +81,13 @@ async def _serve(engine: StepEngine, listening: socket.socket, options: argparse
     return 1 if failures else 0
 
 
-def _engine(options: argparse.Namespace) -> StepEngine:
+def _engine(options: argparse.Namespace) -> "StepEngine":
+    import torch
+
+    from shoal.engine.step_engine import StepEngine
+    from shoal.engine.weight_loading import weight_file
+    from shoal.model.loading import load_model, resolve_device
+
     torch.set_num_threads(options.threads)
     path = Path(options.model)
     device = resolve_device(options.device)
@@ -111,6 +119,8 @@ def _engine(options: argparse.Namespace) -> StepEngine:
 
 def _folders_of(model: Path) -> list[Path]:
     """Folders of a model's own weights: the cache of the Hugging Face hub links to another folder."""
+    from shoal.engine.weight_loading import weight_file
+
     return [model, weight_file(model).resolve().parent] if model.is_dir() else []
 
 
@@ -132,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m shoal.engine.http_server")
     defaults = EngineLimits(max_model_len=2)
     parser.add_argument("--model", required=True, help="Hugging Face directory or hub name")
-    parser.add_argument("--dtype", default="float32", choices=list(DTYPES))
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--device", default="cpu", help="cpu, cuda or auto")
     parser.add_argument("--threads", type=int, default=1, help="cores that compute")
     parser.add_argument("--host", default="127.0.0.1")

@@ -15,7 +15,8 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, TypeVar
@@ -55,6 +56,20 @@ def from_parent() -> tuple[socket.socket, list[str]]:
     die_with_parent()
     *arguments, _, fd = sys.argv[1:]
     return socket.socket(fileno=int(fd)), arguments
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """Imports and builds what a process keeps, without garbage collection, and leaves it out of later collections.
+
+    A quarter of the time that torch and transformers take to import goes into collections that find nothing.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def collect_rarely() -> None:

@@ -24,7 +24,7 @@ from shoal.config import Config, ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ChildDied, ShoalError, TrainerError
 from shoal.net.listening import free_port
-from shoal.net.process import Child, cpu_ticks, die_with_parent, serve, torch_environment
+from shoal.net.process import Child, cpu_ticks, die_with_parent, loading, serve, torch_environment
 from shoal.trainer.heap import Heap
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
@@ -214,7 +214,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--master", help="HOST:PORT of the first rank")
     parser.add_argument("--own-files", action="store_true", help="each rank writes its part of a checkpoint")
     options = parser.parse_args(arguments)
-    from shoal.trainer.ranks import Ranks
+    with loading():
+        from shoal.trainer.ranks import Ranks
 
     server = Server(Ranks(options.rank, options.ranks, options.ranks_per_host, options.own_files), options.master)
     with socket.socket(fileno=options.fd) as connection:
@@ -237,7 +238,8 @@ class Server:
             if isinstance(request, StartTrainer):
                 if self._master is not None:
                     self._ranks.meet(self._master, ModelConfig.model_validate_json(request.model_json).device)
-                self._trainer = start(request, self._ranks)
+                with loading():
+                    self._trainer = start(request, self._ranks)
                 return Done(float(self._trainer.tokens_per_microbatch))
             value = answer_to(request, self._trainer)
             if isinstance(request, Step):
