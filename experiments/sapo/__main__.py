@@ -17,6 +17,7 @@ from experiments.sapo.node import Scale, run_cell
 from experiments.sapo.warm import warm_model
 from experiments.sapo_stacked.picture import draw
 from experiments.sapo_stacked.verdict import comparisons, summary, table
+from shoal.errors import ShoalError
 
 HERE = Path(__file__).parent
 QUICK = Scale(nodes=2, rounds=2, each=4, questions=9, warm_steps=2, width=32)
@@ -35,30 +36,50 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="shoal-sapo-") as made:
 
         @cache
-        def warm(regime: str) -> Path:
-            return warm_model(Path(made) / regime, plan["regimes"][regime], scale)
+        def warm(regime: str, seed: int) -> Path:
+            return warm_model(Path(made) / f"{regime}-{seed}", plan["regimes"][regime], seed, scale)
 
         def measure(key: str) -> Record:
             regime, cell, seed = key.rsplit(":", 2)
             folder = Path(made) / key.replace("/", "-").replace(":", "-")
             folder.mkdir(parents=True)
-            record = asyncio.run(run_cell(folder, warm(regime), cell, int(seed), scale))
-            shutil.rmtree(folder)
-            return record
+            try:
+                return asyncio.run(run_cell(folder, warm(regime, int(seed)), cell, int(seed), scale))
+            except* ShoalError:
+                keep_logs(folder, options.results / "failed" / folder.name)
+                raise
+            finally:
+                shutil.rmtree(folder)
 
         planned = keys_of(plan, quick=options.quick)
         missing = [key for key in planned if key not in finished(options.results)]
-        complete(options.results, [options.only] if options.only else missing[: options.cells], measure)
+        failed = list[str]()
+        for key in [options.only] if options.only else missing[: options.cells]:
+            try:
+                complete(options.results, [key], measure)
+            except* ShoalError as errors:
+                failed.append(key)
+                sys.stderr.write(f"{key} failed: {'; '.join(map(str, errors.exceptions))}\n")
     found = finished(options.results)
     runs = {key: found[key] for key in planned if key in found}
     cells = summary(runs)
     (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
     (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(runs))
     draw(options.results, runs)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; logs are in {options.results / 'failed'}")
+
+
+def keep_logs(folder: Path, kept: Path) -> None:
+    """Copies what the nodes of a cell printed and logged."""
+    for file in [*folder.glob("*.log"), *folder.glob("*/logs/*"), *folder.glob("*/metrics.jsonl")]:
+        target = kept / file.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def keys_of(plan: Record, *, quick: bool) -> list[str]:
-    """Regime, cell and seed; a seed's cells of the paper, then its controls, then the next seed."""
+    """Regime, cell and seed: the paper's cells of each seed, then the controls."""
     regimes, cells, controls = plan["regimes"], plan["cells"], plan["controls"]
     assert isinstance(regimes, dict)
     assert isinstance(cells, list)
@@ -66,7 +87,13 @@ def keys_of(plan: Record, *, quick: bool) -> list[str]:
     if quick:
         return [f"{next(iter(regimes))}:{cell}:0" for cell in ("4/4",)]
     assert isinstance(plan["seeds"], list)
-    return [f"{regime}:{cell}:{seed}" for seed in plan["seeds"] for regime in regimes for cell in (*cells, *controls)]
+    return [
+        f"{regime}:{cell}:{seed}"
+        for same in (cells, controls)
+        for seed in plan["seeds"]
+        for regime in regimes
+        for cell in same
+    ]
 
 
 if __name__ == "__main__":

@@ -21,8 +21,9 @@ from shoal.swarm.server import NatsServer, ServerOptions
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 START_APART_S = 2.0
 """Seconds between two starts: what is imported once is in memory for the next."""
-WAIT_S = 60.0
-"""Seconds that a step waits for its groups of peers: the machine verifies offers more slowly than nodes take steps."""
+WAIT_S = 600.0
+"""Seconds that a step waits for the offers of its round: on a busy machine too, nodes stay in step with one another."""
+FRESH_S = 3600.0
 REWRITE = [
     (r"^\s+|\s+$", ""),
     *((f"(?s){pattern}", replacement) for pattern, replacement in SHORTER),
@@ -77,7 +78,13 @@ def node_config(folder: Path, model: Path, cell: str, seed: int, scale: Scale, s
             "checkpoint": {"every_steps": scale.rounds},
             "stall_s": 3600.0,
             "reward": {"workers": 1},
-            "swarm": {"servers": [server], "external_groups": external, "wait_s": WAIT_S}
+            "swarm": {
+                "servers": [server],
+                "external_groups": external,
+                "round_offers": own * (scale.nodes - 1),
+                "wait_s": WAIT_S,
+                "fresh_s": FRESH_S,
+            }
             if external
             else {"external_groups": 0},
         }

@@ -20,13 +20,13 @@ POOL = 600
 """Questions of each specialty."""
 
 
-def warm_model(folder: Path, rejected: float, scale: Scale) -> Path:
-    """Makes the model unless it is there."""
+def warm_model(folder: Path, rejected: float, seed: int, scale: Scale) -> Path:
+    """Makes the model of a seed unless it is there."""
     if (folder / "config.json").exists() and (folder / "done").exists():
         return folder
-    tokenizer, rng = character_tokenizer(), random.Random(seed_for("sapo warm start", str(rejected)))
+    tokenizer, rng = character_tokenizer(), random.Random(seed_for("sapo warm start", str(rejected), seed))
     shape = Shape(scale.width, 2, 2, 3 * scale.width, 256, 1000.0)
-    save(untrained(shape, 0, tokenizer), folder, tokenizer)
+    save(untrained(shape, seed, tokenizer), folder, tokenizer)
     model, renderer = load_model(folder), load_renderer(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     pools = _pools(POOL if scale.warm_steps > 100 else 20)

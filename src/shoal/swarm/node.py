@@ -125,6 +125,7 @@ class Node(Peer):
         self._outbox: asyncio.Queue[tuple[Group | Scores, float]] = asyncio.Queue(OUTBOX)
         self._record = OwnRecord(settings.credit)
         self._supplied = 0
+        self._read, self._awaited = 0, settings.round_offers  # offers in all, and those with which a round is whole
         self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
         self._work, self._arrived = asyncio.Event(), asyncio.Event()
         self._before = self._totals()
@@ -240,6 +241,7 @@ class Node(Peer):
         self._supplied += 1
         for crowded_out in self._pending.add(message, offer):
             self.ingress.refuse(crowded_out, Reason.CROWDED)
+            self._read += 1
         self._work.set()
 
     def _hear(self, message: VerifiedMessage, scores: Scores) -> None:
@@ -256,7 +258,7 @@ class Node(Peer):
         while True:
             self._drop_useless()
             rest_s, key = self._newcomers_from_s - loop.time(), None
-            if len(self._ready) < READY_PER_GROUP * self._most_wanted:
+            if len(self._ready) < max(READY_PER_GROUP * self._most_wanted, self._settings.round_offers):
                 key = self._pending.next(self.ingress.is_newcomer, rest_s <= 0, self._rng)
             if key is None:
                 self._work.clear()
@@ -291,7 +293,8 @@ class Node(Peer):
             if self._contents.take(source.task, source.answers, message.peer_id, now_s):
                 self.ingress.praise(message.peer_id)
             self._ready.append(found)
-            self._arrived.set()
+        self._read += 1
+        self._arrived.set()
 
     async def _verify_offer(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
         """Checks in order of cost; what is read and scored is this node's own account of the offer."""
@@ -330,12 +333,23 @@ class Node(Peer):
         return self._choose()
 
     async def _enough(self) -> None:
-        """Waits until as many offers are ready as a step wants, for `swarm.wait_s` at most."""
-        with contextlib.suppress(TimeoutError):
+        """Waits until a step has the offers that it wants, for `swarm.wait_s` at most.
+
+        Peers that end, or lose a group, make one round short and not all that follow.
+        """
+        try:
             async with asyncio.timeout(self._settings.wait_s):
-                while self.ready + (self._teaching.ready if self._teaching else 0) < self._most_wanted:
+                while not self._is_whole():
                     self._arrived.clear()
                     await self._arrived.wait()
+        except TimeoutError:
+            self._awaited = min(self._awaited, self._read)
+
+    def _is_whole(self) -> bool:
+        """Whether all offers of the round were read; without rounds, whether as many are ready as a step wants."""
+        if self._settings.round_offers:
+            return self._read >= self._awaited
+        return self.ready + (self._teaching.ready if self._teaching else 0) >= self._most_wanted
 
     def _choose(self) -> int:
         wanted = self._split.external if self._split else self._most_wanted
@@ -362,7 +376,9 @@ class Node(Peer):
             self._author_uses[ready.message.peer_id] += 1
         if len(self._author_uses) > MOST_TAKEN:
             self._author_uses = Counter({author: self._author_uses[author] for author in self.ingress.peers})
-        self._ready = [ready for ready in self._ready if ready.uses < self._settings.reuse]
+        self._awaited += self._settings.round_offers
+        kept = [] if self._settings.round_offers else self._ready
+        self._ready = [ready for ready in kept if ready.uses < self._settings.reuse]
         self._work.set()
         self.tally.missing += offers - len(chosen)
         self._chosen = chosen
