@@ -143,5 +143,41 @@ def test_uniform_has_no_cap_on_newcomers_and_a_step_waits_for_its_groups(
     asyncio.run(main())
 
 
+def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_path: Path) -> None:
+    letters = letters_in(tmp_path)
+    service, hub = JsonlService(letters, 0), MemorySwarm()
+    swarm = SwarmConfig(external_groups=2, take="uniform", wait_s=60.0, round_offers=3)
+    node = made(tmp_path, service, Config(tasks=[letters], swarm=swarm), hub, ExactScorer())
+    tasks = list(service.tasks(Split.TRAIN))
+
+    async def offered(task: Task, *wrong: str) -> None:
+        author, claim = Identity.fresh(), await node._own.claim(task)
+        answers = tuple(OfferedRollout(text) for text in (task.answer or "", *wrong))
+        offer = wire.encode(Offer(claim, answers, GeneratorKind.FROZEN, "model", NOW_S))
+        hub.put(Kind.OFFER, author.peer_id, Signer(author, "reef", 1).frame(Kind.OFFER, offer, NOW_S))
+
+    async def taken(*differ: bool) -> int:
+        """Groups of a round in which some offers have answers that differ."""
+        taking = asyncio.ensure_future(node.take(0, logprobs))
+        for one in differ:
+            assert not taking.done()
+            await offered(tasks.pop(), *(["?"] if one else []))
+        return len(await taking)
+
+    async def main() -> None:
+        running = asyncio.ensure_future(node.run())
+        assert await taken(True, True, True) == 2
+        assert await taken(False, False, True) == 1  # the third group of the first round is none of this one's
+        assert node.ready == 0
+        node._settings = swarm.model_copy(update={"wait_s": 1e-3})
+        assert await taken() == 0
+        node._settings = swarm
+        assert await taken(True, True, True) == 2  # what was missing in one round is not awaited in the next
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
 async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
     return [[-1.0] * (len(row) - 1) for row in rows]

@@ -71,8 +71,8 @@ class SwarmConfig(Section):
     round_offers: int = Field(
         0,
         ge=0,
-        description="Offers of peers in a round: a step waits, for `wait_s` at most, until it has read as many more, and "
-        "takes its groups of these only (SAPO's rounds). 0: it waits for J groups, and takes older ones too.",
+        description="Offers of peers in a round: a step waits, for `wait_s` at most, until it has read as many more, "
+        "and takes its groups of these only (SAPO's rounds). 0: it waits for J groups, and takes older ones too.",
     )
     fresh_s: float = Field(600.0, gt=0, description="Age in seconds above which peers' groups are not taken.")
     reuse: int = Field(1, ge=1, description="Number of times that one group of a peer may be trained.")

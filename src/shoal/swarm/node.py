@@ -5,8 +5,8 @@
     share    consumes own groups chosen for sharing; waits for the exchange; drops the oldest while it is away
     report   sends this node's wants now and then, and writes status.json
 
-The training run asks for groups and waits for them only as long as `swarm.wait_s` says, not at all by default: ready
-offers are chosen at once, and only their logprobs under the node's own weights remain to be computed.
+The training run waits for groups only as long as `swarm.wait_s` says, not at all by default. Ready offers are chosen at
+once, and only their logprobs under the node's own weights remain to be computed.
 
 Each loop is bounded in memory and time. `listen` reads `INTAKE_PER_S` frames a second at most. `verify` rests as long
 as it works, and newcomers wait longer for their next turn. Answers taken before are not taken again. An offer counts
@@ -21,7 +21,6 @@ import random
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
@@ -35,7 +34,7 @@ from shoal.swarm.external import NEED_DECAY, OwnRecord
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.offer import MAX_WANTED, Offer, Scores, Want, offer_of
 from shoal.swarm.offer_reading import OfferReader
-from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, Peer, PeerCounts, ban_in, read_lines
+from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
 from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
 from shoal.swarm.teaching import Lesson, teaching_of
@@ -45,7 +44,7 @@ from shoal.types import Group, Origin, seed_for
 NEWCOMER_REST = 4.0
 """Rest of newcomers after a newcomer's offer, relative to its time: a crowd of liars takes a fifth of the time.
 
-There is none with `take = "uniform"`, which knows no newcomers."""
+None with `take = "uniform"`, which knows no newcomers."""
 HANG_REST = 30.0
 """Rest used instead of `NEWCOMER_REST` when drawing or scoring an offer hit its deadline."""
 MOST_TAKEN = 1 << 17
@@ -55,19 +54,6 @@ READY_PER_GROUP = 8
 OUTBOX = 64
 STATUS_PEERS = 256
 """Peers in the status: the most taken."""
-
-
-@dataclass(slots=True)
-class NodeCounts(PeerCounts):
-    """Counts since the start of a node."""
-
-    taken: int = 0
-    lessons: int = 0
-    """Own groups trained once more by a teacher's scores; they count as taken."""
-    scored: int = 0
-    """Groups of peers scored for their authors."""
-    missing: int = 0
-    """Groups that steps wanted and did not get."""
 
 
 class Node(Peer):
@@ -333,17 +319,14 @@ class Node(Peer):
         return self._choose()
 
     async def _enough(self) -> None:
-        """Waits until a step has the offers that it wants, for `swarm.wait_s` at most.
-
-        Peers that end, or lose a group, make one round short and not all that follow.
-        """
+        """Waits until a step has the offers that it wants, for `swarm.wait_s` at most."""
         try:
             async with asyncio.timeout(self._settings.wait_s):
                 while not self._is_whole():
                     self._arrived.clear()
                     await self._arrived.wait()
         except TimeoutError:
-            self._awaited = min(self._awaited, self._read)
+            self._awaited = min(self._awaited, self._read)  # a lost group makes one round short, not all that follow
 
     def _is_whole(self) -> bool:
         """Whether all offers of the round were read; without rounds, whether as many are ready as a step wants."""
@@ -377,8 +360,8 @@ class Node(Peer):
         if len(self._author_uses) > MOST_TAKEN:
             self._author_uses = Counter({author: self._author_uses[author] for author in self.ingress.peers})
         self._awaited += self._settings.round_offers
-        kept = [] if self._settings.round_offers else self._ready
-        self._ready = [ready for ready in kept if ready.uses < self._settings.reuse]
+        once = self._settings.round_offers > 0
+        self._ready = [ready for ready in self._ready if not once and ready.uses < self._settings.reuse]
         self._work.set()
         self.tally.missing += offers - len(chosen)
         self._chosen = chosen

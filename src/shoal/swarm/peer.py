@@ -72,6 +72,19 @@ class PeerCounts:
     """Own groups chosen for sharing that were too old, too many, too large, or not portable."""
 
 
+@dataclass(slots=True)
+class NodeCounts(PeerCounts):
+    """Counts since the start of a node."""
+
+    taken: int = 0
+    lessons: int = 0
+    """Own groups trained once more by a teacher's scores; they count as taken."""
+    scored: int = 0
+    """Groups of peers scored for their authors."""
+    missing: int = 0
+    """Groups that steps wanted and did not get."""
+
+
 class Peer:
     """Base class of node, generator and human node; each adds its use of the offers received. One event loop."""
 
