@@ -88,7 +88,7 @@ class DemoPlan:
     """Recipes of the training nodes' models, in turn."""
     frozen: Recipe = FROZEN
     conditions: tuple[DemoCondition, ...] = tuple(DemoCondition)
-    """Conditions to compare: `SOLO` and `SWARM`, and others if wanted."""
+    """Conditions to compare; `SWARM` is among them."""
 
     @property
     def trainees(self) -> list[Trainee]:
@@ -114,7 +114,7 @@ def run_swarm_demo(plan: DemoPlan) -> dict[str, object]:
     styles = [style for style in STYLES if style[0] in plan.conditions]
     picture.write_bytes(swarm_png(plan.folder, styles, names, _external_shares(plan)))
     return {
-        "before": {name: outcomes[DemoCondition.SOLO][name]["accuracy_before"] for name in names},
+        "before": {name: outcomes[plan.conditions[0]][name]["accuracy_before"] for name in names},
         **{
             condition.value: {name: outcomes[condition][name]["accuracy_after"] for name in names}
             for condition in plan.conditions

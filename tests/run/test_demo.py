@@ -18,9 +18,9 @@ FIGURES = {
 def test_the_demo_makes_its_model_once_and_a_few_steps_make_it_better(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A shortened run: 60 of the 400 steps."""
+    """A shortened run: 40 of the 400 steps."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    done = shoal("demo", "--json", "--run-dir", "run", "--train.steps=60", cwd=tmp_path)
+    done = shoal("demo", "--json", "--run-dir", "run", "--train.steps=40", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures.keys() >= FIGURES
