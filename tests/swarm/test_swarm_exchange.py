@@ -251,6 +251,50 @@ def test_when_the_server_is_killed_members_wait_and_go_on_with_the_next_one(
     asyncio.run(main())
 
 
+def test_a_task_that_is_cancelled_just_as_the_server_s_reply_comes_ends(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        one = joined(server.url)
+        first = asyncio.ensure_future(collected(one, 1))
+        await published(one, b"0")
+        await first
+        assert one._client is not None
+        replies = one._client._resp_map
+
+        async def publish() -> None:
+            while True:
+                await one.publish("offer", "a", b"1")
+
+        publishing = asyncio.ensure_future(publish())
+        await until(lambda: replies)
+        next(iter(replies.values())).add_done_callback(lambda _: publishing.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            async with asyncio.timeout(20):
+                await publishing
+
+    with_server(tmp_path, body)
+
+
+def test_a_node_leaves_a_server_that_stands_still_although_it_takes_no_more_bytes(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        one = joined(server.url)
+        first = asyncio.ensure_future(collected(one, 1))
+        await published(one, b"0")
+        await first
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            full = bytes(500_000)  # together more than the sockets hold
+            sending = [asyncio.ensure_future(one.publish("offer", f"{i}", full)) for i in range(40)]
+            await until(lambda: one._client is not None and one._client._pending_data_size > 0)
+            async with asyncio.timeout(60):
+                await one.__aexit__(None, None, None)
+                outcomes = await asyncio.gather(*sending, return_exceptions=True)
+            assert {type(outcome) for outcome in outcomes} == {ExchangeUnavailable}
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+
+    with_server(tmp_path, body)
+
+
 def test_any_of_several_servers_will_do(tmp_path: Path) -> None:
     async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
         dead = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]

@@ -14,6 +14,8 @@ import contextlib
 import hashlib
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from shoal.swarm.options import NatsOptions
 CONNECT_TIMEOUT_S = 2
 PUBLISH_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 1.0
+CLOSE_TIMEOUT_S = 2.0
+"""Seconds for the last bytes of a connection; then it is cut. A server that stands still would never take them."""
 PING_INTERVAL_S = 5
 """Seconds between pings. Two unanswered pings end the connection, because a cut cable reports nothing."""
 RETRY_S = (0.25, 4.0)
@@ -48,6 +52,21 @@ ATTACHED_BYTES = 64 * 1024 * 1024
 _FAILURES = (ExchangeUnavailable, nats.errors.Error, OSError, ValueError, RuntimeError, AttributeError)
 # nats-py raises ValueError for what a server says that it cannot read, AttributeError when it uses a connection that it
 # has just taken apart, and passes on uvloop's RuntimeError of a transport that a dying server has closed.
+
+
+@contextmanager
+def _ends_when_cancelled() -> Iterator[None]:
+    """Raises `CancelledError` after calls of nats-py in a cancelled task.
+
+    nats-py swallows a cancellation in some of its waits, and so does Python 3.11 in `wait_for` when the awaited reply
+    came just before. The task would go on for ever, and whoever cancelled it would wait for it.
+    """
+    try:
+        yield
+    finally:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise asyncio.CancelledError
 
 
 class _TlsClient(Client):
@@ -100,9 +119,10 @@ class NatsExchange:
             raise ExchangeUnavailable("no server of the swarm is connected")
         once = {"Nats-Msg-Id": hashlib.blake2b(frame, digest_size=16).hexdigest()}
         try:
-            kept = await client.jetstream().publish(
-                f"{self._subjects}.{kind}.{author}", frame, timeout=PUBLISH_TIMEOUT_S, headers=once
-            )
+            with _ends_when_cancelled():
+                kept = await client.jetstream().publish(
+                    f"{self._subjects}.{kind}.{author}", frame, timeout=PUBLISH_TIMEOUT_S, headers=once
+                )
         except _FAILURES as error:
             raise ExchangeUnavailable(f"the swarm's server did not take a frame: {error or type(error)}") from error
         if kept.stream != self._stream:
@@ -116,8 +136,9 @@ class NatsExchange:
                 f"expected an attachment of at most {MAX_ATTACHMENT_BYTES} bytes, got {len(data)}"
             )
         try:
-            await self._ensure_attachments(stream)
-            await stream.publish(f"{self._subjects}.attached.by.{digest}", data, timeout=PUBLISH_TIMEOUT_S)
+            with _ends_when_cancelled():
+                await self._ensure_attachments(stream)
+                await stream.publish(f"{self._subjects}.attached.by.{digest}", data, timeout=PUBLISH_TIMEOUT_S)
         except _FAILURES as error:
             raise ExchangeUnavailable(f"the swarm's server took no attachment: {error or type(error)}") from error
 
@@ -125,7 +146,8 @@ class NatsExchange:
         """The bytes kept under a digest; None where they are missing or too many. Raises `ExchangeUnavailable`."""
         stream = self._reached()
         try:
-            found = await stream.get_last_msg(f"{self._stream}-attached", f"{self._subjects}.attached.by.{digest}")
+            with _ends_when_cancelled():
+                found = await stream.get_last_msg(f"{self._stream}-attached", f"{self._subjects}.attached.by.{digest}")
         except NotFoundError:
             return None
         except _FAILURES as error:
@@ -160,7 +182,8 @@ class NatsExchange:
         pause_s = RETRY_S[0]
         while True:
             try:
-                frames = await self._fetched(most)
+                with _ends_when_cancelled():
+                    frames = await self._fetched(most)
                 pause_s = RETRY_S[0]
             except _FAILURES as error:
                 frames = []
@@ -168,9 +191,6 @@ class NatsExchange:
                 await self._disconnect()
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all members at once
                 pause_s = min(2 * pause_s, RETRY_S[1])
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise asyncio.CancelledError  # nats-py swallows it in some of its waits
             if frames:
                 return frames
 
@@ -223,14 +243,14 @@ class NatsExchange:
                         connect_timeout=CONNECT_TIMEOUT_S,
                         ping_interval=PING_INTERVAL_S,
                         max_outstanding_pings=2,
+                        flush_timeout=PUBLISH_TIMEOUT_S,  # else nats-py waits for ever for room
                         user_credentials=_where(options.credentials, jwt=True),
                         nkeys_seed=_where(options.credentials, jwt=False),
                     )
                 return client
             except _FAILURES as error:
                 failure = error
-                with contextlib.suppress(*_FAILURES):
-                    await client.close()
+                await _close(client)
         raise failure
 
     async def _follow(self, stream: JetStreamContext, skip_to: int | None = None) -> JetStreamContext.PullSubscription:
@@ -285,8 +305,33 @@ class NatsExchange:
     async def _disconnect(self) -> None:
         client, self._client, self._consumer = self._client, None, None
         if client is not None:
-            with contextlib.suppress(*_FAILURES):
-                await client.close()
+            await _close(client)
+
+
+async def _close(client: Client) -> None:
+    """Closes a connection, and cuts it after `CLOSE_TIMEOUT_S`.
+
+    nats-py waits without a bound until the server has taken the last bytes, and a cancellation ends no such wait.
+    """
+
+    async def close() -> None:
+        with contextlib.suppress(*_FAILURES):
+            await client.close()
+
+    closing = asyncio.ensure_future(close())
+    try:
+        await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
+    finally:
+        if not closing.done():
+            _cut(client)
+    await asyncio.wait([closing], timeout=CLOSE_TIMEOUT_S)
+
+
+def _cut(client: Client) -> None:
+    """Ends a connection at once; unsent bytes are lost, and whoever waits for them goes on."""
+    writer = getattr(client._transport, "_io_writer", None)
+    if writer is not None:
+        writer.transport.abort()
 
 
 def _covers(pattern: str, subjects: str) -> bool:
