@@ -4,14 +4,16 @@ import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from shoal import wire
 from shoal.cluster.engine_role import EngineFront
-from shoal.cluster.files import FileShelf
+from shoal.cluster.files import FileShelf, Stretch
 from shoal.cluster.registry import Roles, RunInfo
 from shoal.engine.http_client import HttpEngine
 from shoal.net.client import Client, authorization
@@ -27,8 +29,10 @@ TOKEN, NOWHERE, IDENTITY = "secret", "http://127.0.0.1:9", Identity.fresh()
 
 async def asked(app: Starlette, method: str, path: str, token: str, body: object = None) -> tuple[int, str]:
     transport = httpx.ASGITransport(app)  # type: ignore[arg-type]
+    given: dict[str, Any] = {"content" if isinstance(body, bytes) else "json": body}
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-        reply = await http.request(method, path, headers=authorization(token), json=body)
+        headers = {**authorization(token), "Content-Type": "application/json"}
+        reply = await http.request(method, path, headers=headers, **given)
     return reply.status_code, reply.text
 
 
@@ -83,8 +87,12 @@ def test_files_of_a_run_are_read_and_written_in_the_folder_of_a_ticket_only(tmp_
                 status, said = await asked(app, method, f"/v1/files/{ticket}/{name}", TOKEN)
                 assert status in (400, 404), said
                 assert "secret" not in said
-            assert (await asked(app, "POST", f"/v1/files/{ticket}/own", TOKEN))[0] == 200
-            assert (folder / "own").exists()
+            for offset, data in ((3, b"lo"), (0, b"hel")):  # ranks write in any order
+                sent = wire.encode([Stretch(offset, data)])
+                assert (await asked(app, "POST", f"/v1/files/{ticket}/own", TOKEN, sent))[0] == 200
+            assert (folder / "own").read_bytes() == b"hello"
+            status, said = await asked(app, "POST", f"/v1/files/{ticket}/own", TOKEN, wire.encode([(-1, b"no")]))
+            assert (status, "own: expected a list" in said) == (400, True), said
         assert (await asked(app, "GET", f"/v1/files/{ticket}/own", TOKEN))[0] == 404
 
     asyncio.run(ask())

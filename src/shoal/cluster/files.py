@@ -2,27 +2,36 @@
 
 GET /v1/files/TICKET                     names and sizes
 GET /v1/files/TICKET/NAME?offset=N       a part of a file
-POST /v1/files/TICKET/NAME?offset=N      a part of a file, written there
+POST /v1/files/TICKET/NAME               stretches of a file, written there
+
+Several roles may write stretches of the same file, as ranks do that have a part of a Version each.
 """
 
 import asyncio
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shoal import wire
 from shoal.errors import TrainerError, WireError
 from shoal.net.client import Client, words
 from shoal.net.server import Refused, body, json
+from shoal.trainer.messages import RANGES
 from shoal.weights.manifest import digest_of
 
 PART_BYTES = 32 << 20
+OVERHEAD_BYTES = 1 << 20
+"""Bytes of a request beside its stretches, at most."""
+FEW_BYTES = 64
+"""Bytes that a stretch counts for besides its own."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
@@ -71,26 +80,74 @@ class FileShelf:
             raise Refused(404, f"{path.name}: {error.strerror}") from error
 
     async def _write(self, http: Request) -> Response:
-        path, offset = self._place(http)
-        data = await body(http, PART_BYTES)
+        name, folder = http.path_params["name"], self._folder(http)
+        if not NAME.fullmatch(name):
+            raise Refused(400, f"expected the name of a file, got {name[:80]!r}")
+        data = await body(http, PART_BYTES + OVERHEAD_BYTES)
         try:
-            await asyncio.to_thread(_write, path, offset, data)
+            await asyncio.to_thread(_write, folder / name, wire.decode(data, list[Stretch], len(data)))
+        except WireError as error:
+            raise Refused(400, f"{name}: {error}") from error
         except OSError as error:
-            raise Refused(507, f"{path.name}: {error.strerror}") from error
+            raise Refused(507, f"{name}: {error.strerror}") from error
         return json({"digest": digest_of(data)})
 
 
+class Stretch(msgspec.Struct, frozen=True, array_like=True):
+    """Bytes of a file from an offset on."""
+
+    offset: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+    data: bytes
+
+
 async def send_files(client: Client, ticket: str, folder: Path) -> None:
-    """Sends the files of a folder to the run. Raises `TrainerError` or `EngineUnavailable`."""
-    sizes = await asyncio.to_thread(lambda: {path: path.stat().st_size for path in sorted(folder.iterdir())})
-    for path, size in sizes.items():
-        for offset in range(0, max(size, 1), PART_BYTES):
-            data = await asyncio.to_thread(_part, path, offset)
-            status, answer = await client.status("POST", f"/v1/files/{ticket}/{path.name}?offset={offset}", data)
+    """Sends the files of a folder to the run, of a file with ranges beside it only these.
+
+    Raises `TrainerError` or `EngineUnavailable`.
+    """
+    for path in sorted(await asyncio.to_thread(lambda: [*folder.iterdir()])):
+        if path.suffix == RANGES:
+            continue
+        for part in _parts(await asyncio.to_thread(_ranges, path)):
+            data = await asyncio.to_thread(_encoded, path, part)
+            status, answer = await client.status("POST", f"/v1/files/{ticket}/{path.name}", data)
             if status != 200:
                 raise TrainerError(f"the run does not take {path.name}: HTTP {status}: {words(answer)}")
             if msgspec.json.decode(answer, type=dict[str, str])["digest"] != digest_of(data):
                 raise WireError(f"{path.name}: expected its hash, got other bytes at the run")
+
+
+def _ranges(path: Path) -> list[tuple[int, int]]:
+    """Offset and size of each stretch of a file that is to be sent."""
+    beside = path.with_name(path.name + RANGES)
+    if beside.exists():
+        return msgspec.json.decode(beside.read_bytes(), type=list[tuple[int, int]])
+    return [(0, path.stat().st_size)]
+
+
+def _parts(ranges: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Stretches in lists that fit into a request each; a file without bytes has a list, too."""
+    part: list[tuple[int, int]] = []
+    held = 0
+    for offset, size in ranges:
+        for begin in range(0, max(size, 1), PART_BYTES):
+            one = min(size - begin, PART_BYTES)
+            if part and held + one > PART_BYTES:
+                yield part
+                part, held = [], 0
+            part.append((offset + begin, one))
+            held += one + FEW_BYTES
+    if part:
+        yield part
+
+
+def _encoded(path: Path, ranges: Sequence[tuple[int, int]]) -> bytes:
+    found = []
+    with path.open("rb") as file:
+        for offset, size in ranges:
+            file.seek(offset)
+            found.append(Stretch(offset, file.read(size)))
+    return wire.encode(found)
 
 
 async def fetch_files(client: Client, ticket: str, folder: Path) -> None:
@@ -103,7 +160,7 @@ async def fetch_files(client: Client, ticket: str, folder: Path) -> None:
             status, data = await client.status("GET", f"/v1/files/{ticket}/{name}?offset={offset}")
             if status != 200:
                 raise TrainerError(f"the run does not give {name}: HTTP {status}: {words(data)}")
-            await asyncio.to_thread(_write, folder / name, offset, data)
+            await asyncio.to_thread(_write, folder / name, [Stretch(offset, data)])
 
 
 def _part(path: Path, offset: int) -> bytes:
@@ -112,8 +169,9 @@ def _part(path: Path, offset: int) -> bytes:
         return file.read(PART_BYTES)
 
 
-def _write(path: Path, offset: int, data: bytes) -> None:
+def _write(path: Path, stretches: Sequence[Stretch]) -> None:
     path.touch()
     with path.open("r+b") as file:
-        file.seek(offset)
-        file.write(data)
+        for one in stretches:
+            file.seek(one.offset)
+            file.write(one.data)

@@ -1,8 +1,8 @@
 """Ranks of the trainer on other hosts, as the run sees them: a gang, of which all are there or none is used.
 
 Each rank gets its requests over the connection that is its lease, and its own rows only. Ranks meet one another over
-TCP. What the first one writes comes to the run as files. When one leaves, the gang is dissolved: the run goes on from
-its log, with the next gang that is complete.
+TCP. Each writes the rows of a file that it has, and they come to the run, to their place there. When one leaves, the
+gang is dissolved: the run goes on from its log, with the next gang that is complete.
 """
 
 import asyncio
@@ -58,8 +58,8 @@ class TinkerJobDone(msgspec.Struct, frozen=True):
 class RemoteRank:
     """Rank of another host. Implements `trainer.worker.Rank`."""
 
-    def __init__(self, name: str, line: RoleLine, shelf: FileShelf, *, first: bool) -> None:
-        self._name, self._line, self._shelf, self._first = name, line, shelf, first
+    def __init__(self, name: str, line: RoleLine, shelf: FileShelf) -> None:
+        self._name, self._line, self._shelf = name, line, shelf
         self._asked, self.ticks = 0, 0
         self._answer: asyncio.Future[bytes] | None = None
         self._lost = asyncio.Event()
@@ -130,15 +130,11 @@ class RemoteRank:
                 return msgspec.structs.replace(request, model_path=""), None
             case Step():  # the file with each token's numbers is for ranks of the run's host
                 return msgspec.structs.replace(request, tokens_file=None), None
-            case WriteVersion(str(path), push) if self._first:
+            case WriteVersion(str(path), push):
                 ticket = stack.enter_context(self._shelf.ticket(Path(path).parent))
                 return WriteVersion(f"{ticket}/{Path(path).name}", push), Path(path).parent
-            case WriteVersion(str(path), push):
-                return WriteVersion(f"-/{Path(path).name}", push), None
-            case SaveCheckpoint(directory) if self._first:
+            case SaveCheckpoint(directory):
                 return SaveCheckpoint(stack.enter_context(self._shelf.ticket(Path(directory)))), Path(directory)
-            case SaveCheckpoint():
-                return SaveCheckpoint("-"), None
             case LoadCheckpoint(directory):
                 return LoadCheckpoint(stack.enter_context(self._shelf.ticket(Path(directory)))), None
         return request, None
@@ -190,7 +186,7 @@ class Gang:
                 listening = []
                 for index, name in enumerate(order):
                     line = self._members[name].line
-                    rank = self._ranks[name] = RemoteRank(name, line, self._shelf, first=index == 0)
+                    rank = self._ranks[name] = RemoteRank(name, line, self._shelf)
                     listening.append(tasks.create_task(rank.listen(), name=f"messages of {name}"))
                     word = Gathered(index, self._count, self._per_host, f"{first.address}:{first.port}")
                     await line.send(msgspec.json.encode(word))

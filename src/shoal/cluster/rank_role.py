@@ -125,7 +125,7 @@ class _Link:
                 beating = tasks.create_task(_beat(socket, child), name="heartbeat")
                 while not child.closed():
                     frame = await frames.get()
-                    answer = await self._answer(child, frame[NUMBER.size :], first=word.rank == 0)
+                    answer = await self._answer(child, frame[NUMBER.size :])
                     await socket.send_bytes(frame[: NUMBER.size] + answer)
                 beating.cancel()
 
@@ -145,10 +145,10 @@ class _Link:
         await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
         self._work.mkdir(parents=True)
 
-    async def _answer(self, child: Child, frame: bytes, *, first: bool) -> bytes:
-        return wire.encode(await self._carried_out(child, frame, first=first))
+    async def _answer(self, child: Child, frame: bytes) -> bytes:
+        return wire.encode(await self._carried_out(child, frame))
 
-    async def _carried_out(self, child: Child, frame: bytes, *, first: bool) -> Answer:
+    async def _carried_out(self, child: Child, frame: bytes) -> Answer:
         try:
             request = await asyncio.to_thread(request_from, frame)
             ticket, request = self._with_paths(request)
@@ -157,7 +157,7 @@ class _Link:
             if isinstance(request, LoadCheckpoint):
                 await fetch_files(self._client, ticket, self._work)
             answer = answer_from(await child.ask(wire.encode(request), ANSWER_TIMEOUT_S))
-            if ticket and first and not isinstance(request, LoadCheckpoint | TrainerFailed):
+            if ticket and not isinstance(request, LoadCheckpoint) and not isinstance(answer, TrainerFailed):
                 await send_files(self._client, ticket, self._work)
         except ChildDied:
             raise
@@ -193,7 +193,7 @@ class _TinkerLink(_Link):
         arguments = [f"--{name}={value}" for name, value in options.items()]
         return self._worker(word, "shoal.tinker.worker", [*arguments, json.dumps(bases)])
 
-    async def _answer(self, child: Child, frame: bytes, *, first: bool) -> bytes:
+    async def _answer(self, child: Child, frame: bytes) -> bytes:
         job = await asyncio.to_thread(wire.decode, frame, TinkerJob)
         try:
             await self._emptied()

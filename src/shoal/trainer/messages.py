@@ -18,6 +18,8 @@ ANSWER_TIMEOUT_S = 6 * 3600.0
 """Seconds, longer than any step: a trainer that hangs must not hold up a run for ever."""
 OTHER_RANK = "another rank refused its rows"
 """Reason of a rank that fails because another one does."""
+RANGES = ".ranges"
+"""Ending of a file beside another, with [offset, size] of each stretch that a rank has written."""
 RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
 """Ratios pi_theta / pi_behav that bound the bins of the distribution; symmetric around 1 in the logarithm, but for
 the last."""

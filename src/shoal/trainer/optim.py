@@ -1,7 +1,7 @@
 """AdamW with warm-up, clipping and resets at a push; its state as named tensors."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -152,17 +152,13 @@ class Optimizer:
                     tensors[f"{key}/{name}"] = moments[key].detach()
         return tensors
 
-    def empty_state(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Zeros for those of the names that belong to a state, sharded as the parameters are."""
-        empty: dict[str, Tensor] = {name: torch.tensor(0) for name in ("updates", "since_reset")}
-        for name, parameter in self._named.items():
-            empty |= {f"{key}/{name}": torch.zeros_like(parameter).detach() for key in MOMENTS}
-            empty[f"step/{name}"] = torch.tensor(0.0)
-        return {name: empty[name] for name in names if name in empty}
+    def places(self) -> dict[str, Tensor]:
+        """Parameter as which each tensor of a state is sharded, by the tensor's name."""
+        return {f"{key}/{name}": parameter for name, parameter in self._named.items() for key in MOMENTS}
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Loads a `state`, of whole or sharded tensors. Raises `TrainerError` for the state of another model."""
-        wanted = {f"{key}/{name}": p for name, p in self._named.items() for key in MOMENTS}
+        wanted = self.places()
         moments = {key: tensor for key, tensor in tensors.items() if "/" in key and not key.startswith("step/")}
         strange = [key for key, one in moments.items() if key not in wanted or wanted[key].shape != one.shape]
         if strange or not {"updates", "since_reset"} <= tensors.keys():

@@ -27,20 +27,20 @@ PATIENCE = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank `index` of `count`; the first rank writes files and answers."""
+    """Rank `index` of `count`; the first rank answers, and writes what the others do not have a part of."""
 
     index: int = 0
     count: int = 1
     per_host: int | None = None
     """Ranks of each host: every host has all weights, sharded over its ranks (HSDP). None shards over all ranks."""
-    own_files: bool = False
-    """Whether each rank writes its part of a checkpoint, which needs a directory that all reach."""
+    shared_disk: bool = False
+    """Whether all ranks reach the directories in which files are written."""
     experts_apart: bool = False
     """Whether experts stay on their ranks, and tokens travel to them (`expert_parallel`)."""
 
     @property
     def first(self) -> bool:
-        """Whether this rank writes files."""
+        """Whether this rank writes what is not sharded."""
         return self.index == 0
 
     def meet(self, master: str, device: str) -> None:
@@ -129,6 +129,26 @@ def is_sharded(tensor: Tensor) -> bool:
 def copies(tensor: Tensor) -> int:
     """Number of hosts that have the whole tensor, each sharded over its ranks."""
     return tensor.device_mesh.size(0) if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2 else 1
+
+
+def rows_here(tensor: DTensor) -> slice:
+    """Rows of this rank: even chunks of the first dimension, as `fully_shard` cuts them."""
+    mesh = tensor.device_mesh
+    count, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
+    chunk = -(-tensor.shape[0] // count)
+    return slice(min(index * chunk, tensor.shape[0]), min((index + 1) * chunk, tensor.shape[0]))
+
+
+def own_rows(rows: Tensor, other: DTensor) -> DTensor:
+    """Tensor sharded as `other`, of which this rank has the rows."""
+    return DTensor.from_local(
+        rows,
+        other.device_mesh,
+        other.placements,
+        run_check=False,
+        shape=other.shape,
+        stride=other.stride(),
+    )
 
 
 def local(tensor: Tensor) -> Tensor:

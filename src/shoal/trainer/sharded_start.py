@@ -17,7 +17,7 @@ from shoal.errors import ModelError
 from shoal.model import checkpoint_names
 from shoal.model.loading import Checkpointing, checkpoint_layers, empty_model, load_model, refuse_different
 from shoal.model.tensor_files import FILE, INDEX, TensorFiles
-from shoal.trainer.ranks import Ranks
+from shoal.trainer.ranks import Ranks, own_rows, rows_here
 from shoal.trainer.weight_files import add_adapters
 
 PROBED_TOKENS = 16
@@ -112,16 +112,8 @@ def _filled(
         split = distribute_tensor(whole, where.device_mesh, where.placements, src_data_rank=None)
         return nn.Parameter(split, parameter.requires_grad)
     source = next(iter(sources), name)
-    rows = files.rows(source, _rows(parameter.data)).float().to(device)
-    shard = DTensor.from_local(
-        rows,
-        parameter.data.device_mesh,
-        parameter.data.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return nn.Parameter(shard, parameter.requires_grad)
+    rows = files.rows(source, rows_here(parameter.data)).float().to(device)
+    return nn.Parameter(own_rows(rows, parameter.data), parameter.requires_grad)
 
 
 def _whole(
@@ -130,11 +122,3 @@ def _whole(
     sources = made_of[name][1] or {name: name}
     tensors = {source: files.whole(source) for source in sources}
     return checkpoint_names.model_tensors(model, tensors)[name]
-
-
-def _rows(parameter: DTensor) -> slice:
-    """Rows of this rank: even chunks of the first dimension, as `fully_shard` cuts them."""
-    mesh = parameter.device_mesh
-    count, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    chunk = -(-parameter.shape[0] // count)
-    return slice(min(index * chunk, parameter.shape[0]), min((index + 1) * chunk, parameter.shape[0]))

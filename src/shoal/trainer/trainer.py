@@ -6,7 +6,8 @@ are always float32.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from shoal.config import ModelConfig
 from shoal.config.training import DecoupledLoss, TrainConfig
 from shoal.errors import ConfigError, TrainerError
-from shoal.model import checkpoint_names
+from shoal.files import replaced
 from shoal.model.loading import DTYPES, resolve_device
 from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
 from shoal.model.routing import replay_routing
@@ -29,10 +30,12 @@ from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.optim import Optimizer, Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Packer, Share, Size
 from shoal.trainer.ranks import ALONE, Ranks
+from shoal.trainer.row_files import RowLayout, Rows, rows_of, write_rows
 from shoal.trainer.sharded_start import loaded
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
 from shoal.trainer.token_numbers import TokenNumbers
+from shoal.trainer.version_rows import VersionRows
 from shoal.types import Sample
 
 VALUE_HEAD = "value_head"
@@ -82,9 +85,7 @@ class Trainer:
         `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
-        apart = train.experts == "parallel"
-        # Experts of a rank alone are plain tensors, which torch.distributed.checkpoint would take for copies.
-        ranks = self._ranks = replace(ranks, experts_apart=apart, own_files=ranks.own_files and not apart)
+        ranks = self._ranks = replace(ranks, experts_apart=train.experts == "parallel")
         self.model = loaded(path, ranks, self.device, train.lora, gradient_checkpointing=model.gradient_checkpointing)
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
             on_gpu=self.device.startswith("cuda")
@@ -104,6 +105,7 @@ class Trainer:
         self._reference = self._new_reference(train.teacher_model or path) if has_reference else None
         self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
         self._files = CheckpointFiles(self._trained, self._optimizer, ranks)
+        self._version: VersionRows | None = None
 
     def step(
         self,
@@ -175,28 +177,34 @@ class Trainer:
         return weight_files.merged_tensors(self.model)
 
     def write_weights(self, path: Path) -> None:
-        """Writes the weights, in the dtype of the config, as safetensors: the file appears whole or not at all.
+        """Writes the weights, in the dtype of the config, as safetensors. Raises `TrainerError`.
+
+        Each rank writes the rows that it has: the file is whole when all have answered, and appears whole with one.
 
         Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
         the weights, and also written beside them (`weight_files.adapter_paths`); a path with the name of an adapter's
         file gets the adapters alone.
         """
         alone = path.name == weight_files.WEIGHTS_FILE
-        # Gathered before anything is written: a rank that fails to write must leave no other rank waiting.
-        weights = {} if alone else self._ranks.gather(self.tensors())
         adapters, settings = weight_files.adapter_files(self.model, self._config.lora)
-        adapters = self._ranks.gather(adapters)
-        if not self._ranks.first:
-            return
         if adapters:
             file, settings_file = weight_files.adapter_paths(path)
-            weight_files.write_tensors(file, adapters)
-            settings_file.write_text(settings)
+            self._write(file, RowLayout.of(adapters), rows_of(adapters, self._ranks))
+            if self._ranks.first:
+                settings_file.write_text(settings)
         if alone:
             return
-        named = checkpoint_names.checkpoint_tensors(self.model, weights)
-        cast = {name: one.to(self._dtype) if one.is_floating_point() else one for name, one in named.items()}
-        weight_files.write_tensors(path, cast)
+        weights = self.tensors()
+        self._version = self._version or VersionRows.of(self.model, weights, self._dtype)
+        self._write(path, self._version.layout, self._version.rows(weights, self._dtype, self._ranks))
+
+    def _write(self, path: Path, layout: RowLayout, rows: Iterator[Rows]) -> None:
+        """Writes this rank's rows; a rank alone gives the file its name once it is whole."""
+        try:
+            with replaced(path) if self._ranks.count == 1 else nullcontext(path) as unfinished:
+                write_rows(unfinished, layout, rows, self._ranks)
+        except OSError as error:
+            raise TrainerError(f"{path}: cannot be written: {error}") from error
 
     def count_push(self) -> None:
         """Records a push of the weights to the engines; resets the optimizer if the config says so."""

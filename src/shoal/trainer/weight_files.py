@@ -1,4 +1,4 @@
-"""Weights of the trained model, their files, and low-rank adapters (peft) trained in place of the weights.
+"""Weights of the trained model by name, and low-rank adapters (peft) trained in place of the weights.
 
 W' = W + (alpha / rank) B A,   A [rank, in],   B [out, rank]
 
@@ -10,14 +10,11 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.config.training import LoRAConfig
-from shoal.errors import ConfigError, TrainerError
-from shoal.files import replaced
+from shoal.errors import ConfigError
 from shoal.types import seed_for
 
 ADAPTER = "default"
@@ -101,22 +98,3 @@ def adapter_files(model: PreTrainedModel, config: LoRAConfig) -> tuple[dict[str,
 def adapter_paths(weights: Path) -> tuple[Path, Path]:
     """Paths of the adapter tensors and settings beside a weights file."""
     return weights.with_name(WEIGHTS_FILE), weights.with_name(CONFIG_FILE)
-
-
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes a safetensors file that is on the disk before it gets its name. Raises `TrainerError`."""
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    try:
-        with replaced(path) as unfinished:
-            save_file(contiguous, unfinished, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        raise TrainerError(f"{path}: cannot be written: {error}") from error
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads the tensors that the trainer saved. Raises `TrainerError`."""
-    try:
-        tensors: dict[str, Tensor] = load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise TrainerError(f"{path}: expected a file that the trainer saved: {error}") from error
-    return tensors

@@ -102,7 +102,7 @@ async def local_ranks(
     async with AsyncExitStack() as stack:
         ranks = []
         for index in range(count):
-            of_several = [f"--rank={index}", f"--ranks={count}", f"--master={master}", "--own-files"]
+            of_several = [f"--rank={index}", f"--ranks={count}", f"--master={master}", "--shared-disk"]
             where = of_several if count > 1 else []
             name, file = (f"trainer rank {index}", log.with_stem(f"{log.stem}-{index}")) if index else ("trainer", log)
             environment = torch_environment(max(1, threads // count), gpus[index : index + 1], gathers=count > 1)
@@ -212,12 +212,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--ranks-per-host", type=int, help="replicates the weights over hosts; shards them over all")
     parser.add_argument("--master", help="HOST:PORT of the first rank")
-    parser.add_argument("--own-files", action="store_true", help="each rank writes its part of a checkpoint")
+    parser.add_argument("--shared-disk", action="store_true", help="all ranks reach the run directory")
     options = parser.parse_args(arguments)
     with loading():
         from shoal.trainer.ranks import Ranks
 
-    server = Server(Ranks(options.rank, options.ranks, options.ranks_per_host, options.own_files), options.master)
+    server = Server(Ranks(options.rank, options.ranks, options.ranks_per_host, options.shared_disk), options.master)
     with socket.socket(fileno=options.fd) as connection:
         serve(connection, lambda frame: [wire.encode(server.answer(frame))])
 
