@@ -241,7 +241,7 @@ def test_a_resumed_trainer_arrives_at_the_same_bits(
 
 def test_loading_another_models_state_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
     ours = trainer(tiny_model_dir)
-    with pytest.raises(TrainerError, match="expected the files that the trainer saved"):
+    with pytest.raises(TrainerError, match="expected a file that the trainer saved"):
         ours.load(tmp_path)
     ours.save(tmp_path)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "optimizer.safetensors").read_bytes())
