@@ -22,6 +22,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ import msgspec
 
 from benchmarks import Report, child_environment, say
 from benchmarks.hosts import RAY_VARIABLES, RESOURCES, UNSHARED, Hosts, Namespaces, RayNodes, can_isolate, ray_node
+from shoal.cluster.on_ray import RayPlan, started
 from shoal.config import parse, to_toml
 from shoal.errors import ShoalError
 from shoal.experience.audit import Check, audit
@@ -64,6 +66,8 @@ class Plan(msgspec.Struct, frozen=True):
     """In order; deaths are spread over the first half of the steps."""
     ray: dict[str, str] = {}
     """Variables of Ray's processes."""
+    doomed: bool = False
+    """Whether Ray starts a scorer, too, that cannot join: its token is another."""
 
 
 QUICK = Plan(steps=240)
@@ -74,6 +78,7 @@ SHORT = Plan(
     questions=2,
     checkpoint_every=2,
     events=(Event.JOIN, Event.RANK),
+    doomed=True,
     ray={
         "RAY_health_check_timeout_ms": "3000",
         "RAY_health_check_period_ms": "500",
@@ -158,10 +163,13 @@ def _measured(hosts: Hosts, ray: Any, folder: Path, plan: Plan) -> Report:
     _wait_for_nodes(ray, plan.hosts + 1)  # Ray places a role on what is there
     say(f"hosts: {', '.join(names)}")
     run = _Run.started(folder / "run", token, plan, settings)
+    given_up: list[str] = []
+    doomed = RayPlan(ray.address, f"http://{listen}", str(folder / "doomed"), spread=True, rewards=1, restarts=2)
     try:
-        cluster = _Troubled(hosts, names, run, f"http://{listen}", token)
-        recovered = cluster.trouble(plan)
-        figures = run.figures()
+        with started(doomed, "another token", given_up.append) if plan.doomed else nullcontext():
+            cluster = _Troubled(hosts, names, run, f"http://{listen}", token)
+            recovered = cluster.trouble(plan)
+            figures = run.figures()
     finally:
         run.process.kill()
     checked = audit(run.run_dir)
@@ -179,6 +187,7 @@ def _measured(hosts: Hosts, ray: Any, folder: Path, plan: Plan) -> Report:
         "lost": len(ids.get(Check.ACCOUNTING, ())),
         "doubled": len(ids.get(Check.USED_ONCE, ())),
         "audit": checked.ok,
+        **({"given_up": given_up} if plan.doomed else {}),
     }
 
 

@@ -46,6 +46,14 @@ def _browser_ends() -> Iterator[None]:
         sys.modules["browser"].close_browser()
 
 
+@pytest.fixture(autouse=True)
+def _background_processes_end() -> Iterator[None]:
+    """Ends what a failed test has left running."""
+    yield
+    if "left_processes" in sys.modules:
+        sys.modules["left_processes"].end_all()
+
+
 @pytest.fixture(scope="session")
 def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Hugging Face directory: Qwen2 of 2 layers and width 32, one token per character, a chat template."""

@@ -1,6 +1,7 @@
 """The shortened form of `make cluster`: Ray on hosts that share nothing, of which one joins and one dies."""
 
 import os
+import re
 
 import pytest
 
@@ -10,7 +11,9 @@ from shoal.run.demo_model.warm_start import demo_model
 
 
 @pytest.mark.timeout(900)
-def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank() -> None:
+def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank_and_a_role_that_always_ends_is_given_up() -> (
+    None
+):
     if not can_isolate():
         pytest.skip(f"needs root, for network and mount namespaces of its hosts; this is user {os.getuid()}")
     demo_model()
@@ -21,3 +24,6 @@ def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank() -> None
     assert isinstance(report["recovered_s"], dict)
     assert report["recovered_s"]["rank"] > 0
     assert (report["lost"], report["doubled"], report["audit"]) == (0, 0, True)
+    (sentence,) = report["given_up"]  # type: ignore[misc]
+    wanted = r"ray-rewards-0 is given up: it ended 2 times within 600 s; the last time its command ended with code 2; "
+    assert re.fullmatch(wanted + r"see \S+/doomed/ray-rewards-0\.log", str(sentence)), sentence

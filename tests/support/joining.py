@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from left_processes import ended_with_its_test
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.net.listening import CERTIFICATE_VARIABLE, KEY_VARIABLE
 
@@ -22,13 +23,15 @@ def joining(folder: Path, *words: str, token: str = TOKEN, **environment: str) -
     """`shoal WORDS...` in a folder; its output goes to a file there."""
     folder.mkdir(exist_ok=True)
     with (folder / "output").open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", "shoal.cli", *words],
-            cwd=folder,
-            env={**os.environ, TOKEN_VARIABLE: token, **environment},
-            stdout=output,
-            stderr=output,
-            text=True,
+        return ended_with_its_test(
+            subprocess.Popen(
+                [sys.executable, "-m", "shoal.cli", *words],
+                cwd=folder,
+                env={**os.environ, TOKEN_VARIABLE: token, **environment},
+                stdout=output,
+                stderr=output,
+                text=True,
+            )
         )
 
 

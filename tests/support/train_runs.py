@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from left_processes import ended_with_its_test
+
 STEPS = 40
 
 
@@ -28,13 +30,15 @@ def start(folder: Path, model: Path, *more: str, **environment: str) -> subproce
         f"[eval]\nevery_steps = 0\nquestions = 2\n[checkpoint]\nevery_steps = 7\n"
     )
     command = [sys.executable, "-m", "shoal.cli", "train", "config.toml", *more]
-    return subprocess.Popen(
-        command,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder / "no"), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    return ended_with_its_test(
+        subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": str(folder / "no"), **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     )
 
 

@@ -31,6 +31,8 @@ MOST_OUTPUT_BYTES = 1 << 20
 RESTARTS, WITHIN_S = 8, 600.0
 """Starts of one role within a time, after which it is given up."""
 AGAIN_S = 2.0
+GIVEN_UP = "given up: "
+"""Beginning of a line with which the driver tells the run of a role."""
 COMMAND = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 """Program of a role: the command line of Shoal, which ends with its actor."""
 
@@ -49,11 +51,15 @@ class RayPlan(msgspec.Struct, frozen=True):
     engine_gpus: int = 0
     engine_command: list[str] = []
     rewards: int = 0
+    restarts: int = RESTARTS
 
 
 @contextmanager
-def started(plan: RayPlan, token: str) -> Iterator[None]:
-    """Runs the driver, again when it ends, for as long as the block lasts."""
+def started(plan: RayPlan, token: str, on_given_up: Callable[[str], None]) -> Iterator[None]:
+    """Runs the driver, again when it ends, for as long as the block lasts.
+
+    `on_given_up` gets a sentence for each role whose budget of restarts is spent, in another thread.
+    """
     Path(plan.logs).mkdir(parents=True, exist_ok=True)
     done, environment = (
         threading.Event(),
@@ -65,7 +71,11 @@ def started(plan: RayPlan, token: str) -> Iterator[None]:
         while not done.is_set():
             with (Path(plan.logs) / "ray.log").open("ab") as log:
                 command = [sys.executable, "-c", "from shoal.cluster.on_ray import drive; drive()"]
-                running[:] = [subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)]
+                pipe = subprocess.PIPE
+                running[:] = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log)]
+            for line in running[0].stdout or ():
+                if line.startswith(GIVEN_UP.encode()):
+                    on_given_up(line.decode(errors="replace").removeprefix(GIVEN_UP).strip())
             running[0].wait()
             done.wait(AGAIN_S)
 
@@ -133,7 +143,7 @@ def drive() -> None:
             return options.remote([*words], {TOKEN_VARIABLE: token})
 
         log = Path(plan.logs) / f"{name}.log"
-        threading.Thread(target=_keep, args=(name, start, log), name=name, daemon=True).start()
+        threading.Thread(target=_keep, args=(name, start, log, plan.restarts), name=name, daemon=True).start()
 
     for index in range(plan.engines):
         command = ["--", *plan.engine_command] if plan.engine_command else []
@@ -151,12 +161,13 @@ def drive() -> None:
     sys.stdin.read()
 
 
-def _keep(name: str, start: Callable[[], Any], log: Path) -> None:
+def _keep(name: str, start: Callable[[], Any], log: Path, restarts: int) -> None:
     """Starts an actor again and again, and writes its command's output; gives up when the budget is spent."""
     import ray
 
-    starts: deque[float] = deque(maxlen=RESTARTS)
-    while len(starts) < RESTARTS or time.monotonic() - starts[0] > WITHIN_S:
+    starts: deque[float] = deque(maxlen=restarts)
+    why = ""
+    while len(starts) < restarts or time.monotonic() - starts[0] > WITHIN_S:
         starts.append(time.monotonic())
         actor = start()
         try:
@@ -174,7 +185,9 @@ def _keep(name: str, start: Callable[[], Any], log: Path) -> None:
         with suppress(ray.exceptions.RayError):
             ray.kill(actor)
         time.sleep(AGAIN_S)
-    _write(log, f"{name} ended {RESTARTS} times within {WITHIN_S:g} s and is given up\n".encode())
+    ended = f"{name} is given up: it ended {restarts} times within {WITHIN_S:g} s; the last time {why}; see {log}"
+    _write(log, f"{ended}\n".encode())
+    print(f"{GIVEN_UP}{ended}", flush=True)
 
 
 def _write(log: Path, output: bytes) -> None:

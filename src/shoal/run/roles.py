@@ -41,10 +41,10 @@ def run_token(config: Config) -> str:
 
 
 @contextmanager
-def launched(config: Config, token: str) -> Iterator[None]:
+def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> Iterator[None]:
     """Has Ray start the roles of `cluster`, and keep them, within the block; does nothing without a Ray cluster.
 
-    Raises `ConfigError` when Ray is not installed.
+    `on_given_up` gets a sentence for a role that ends too often. Raises `ConfigError` when Ray is not installed.
     """
     cluster = config.cluster
     if not cluster.address:
@@ -65,7 +65,7 @@ def launched(config: Config, token: str) -> Iterator[None]:
         engine_command=engines.command if engines else [],
         rewards=cluster.rewards,
     )
-    with started(plan, token):
+    with started(plan, token, on_given_up):
         yield
 
 

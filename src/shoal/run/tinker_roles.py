@@ -76,7 +76,7 @@ async def joinable(
             trainers = partial(_joined_trainer, roles) if config.cluster.trainer else None
             async with TinkerService(settings, on_step, numbered, trainers) as service:
                 roles.open(EngineRole, _JoinedEngines(service.samplers, name))
-                with launched(config, token):
+                with launched(config, token, lambda words: on_event("Ray", words)):
                     yield service, server.url
 
 

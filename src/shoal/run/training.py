@@ -56,10 +56,14 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
     """Runs a whole training run; each listener gets every metrics record. Raises a `ShoalError`."""
     refuse_masked(config.model_dump(mode="json"))
     check_start(config, resume=resume)
-    for listener in listeners:
-        listener(stage("checking model, tasks and rewards"))
+
+    def tell(words: str) -> None:
+        for listener in listeners:
+            listener(stage(words))
+
+    tell("checking model, tasks and rewards")
     token = run_token(config)
-    with launched(config, token):
+    with launched(config, token, tell):
         for attempt in count():
             try:
                 with prepare(config, token=token) as prepared:
