@@ -38,6 +38,8 @@ MODULES = {
     "trl": "trl",
     "view": "view",
 }
+OPTIONS = {"minutes": "chaos", "seed": "chaos", "dtype": "trl"}
+"""Options of one bench alone."""
 SMOLLM2 = ("engine", "trainer")
 """Benches that `--model smollm2` measures on a real model in bfloat16."""
 
@@ -53,8 +55,8 @@ def on_path(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH"))))}
 
 
-def run_bench(name: str, *, quick: bool, model: str | None = None, **options: float) -> Report:
-    """Runs one benchmark and returns its figures; `chaos` alone has `options`.
+def run_bench(name: str, *, quick: bool, model: str | None = None, **options: object) -> Report:
+    """Runs one benchmark and returns its figures; `OPTIONS` says which have `options`.
 
     Raises `ConfigError` for an unknown name, model or option.
     """
@@ -65,8 +67,9 @@ def run_bench(name: str, *, quick: bool, model: str | None = None, **options: fl
             raise ConfigError(f"bench: expected --model smollm2 with {' or '.join(SMOLLM2)}, got {model!r} with {name}")
         say(f"bench {name} --model {model} begins")
         return figures_of(name, partial(import_module("benchmarks.smollm2").in_own_process, name), quick)
-    if options and name != "chaos":
-        raise ConfigError(f"bench: expected no --{' and no --'.join(options)} for {name}, which chaos alone has")
+    for option in options:
+        if name != OPTIONS[option]:
+            raise ConfigError(f"bench: expected no --{option} for {name}, which {OPTIONS[option]} alone has")
     measure: Callable[..., Report] = import_module(f"benchmarks.{MODULES[name]}").measure
     say(f"bench {name}{' --quick' if quick else ''} begins")
     return figures_of(name, partial(measure, **options), quick)

@@ -1,6 +1,6 @@
 """Shoal's asynchronous loop beside TRL's GRPOTrainer: the same work on the same machine, in samples per second.
 
-Both train the same 4.25M-parameter model from the same weights in float32 on the same questions, with the same reward:
+Both train the same 4.25M-parameter model from the same weights in one dtype on the same questions, with one reward:
 groups of 8, 64 completions a step, one update a step, clipped surrogate without KL, Adam, the same learning rate and
 gradient clip. Two kinds of answers:
 
@@ -99,10 +99,11 @@ class Setting:
     threads: int
     rows_per_microbatch: int
     environment: str
+    precision: str
 
     def __str__(self) -> str:
         rows = self.rows_per_microbatch
-        return f"{self.threads} threads, micro-batches of {rows}, {self.environment} environment"
+        return f"{self.threads} threads, micro-batches of {rows}, {self.precision}, {self.environment} environment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,22 +129,29 @@ class ShoalFigures:
     """Groups, as too stale."""
 
 
-def measure(quick: bool) -> Report:
+PRECISIONS = {"float32": ("float32",), "bfloat16": ("mixed", "bfloat16")}
+"""What TRL may do with each dtype; Shoal keeps float32 weights beside bfloat16 ones."""
+
+
+def measure(quick: bool, dtype: str = "float32") -> Report:
     """`ratio` and `ratio_fixed`: Shoal's samples per second over TRL's, and what they were made of.
 
-    Raises `ConfigError` when TRL is not installed.
+    Raises `ConfigError` when TRL is not installed, and for another dtype than float32 and bfloat16.
     """
+    if dtype not in PRECISIONS:
+        raise ConfigError(f"bench trl: expected --dtype {' or '.join(PRECISIONS)}, got {dtype!r}")
     versions = _versions()
     effort = QUICK if quick else FULL
     with tempfile.TemporaryDirectory() as folder:
         model_dir = Path(folder) / "model"
         write_ending_model(model_dir)
-        varied, fixed = (_Comparison(case, effort, model_dir).report() for case in (VARIED, FIXED))
+        varied, fixed = (_Comparison(case, effort, model_dir, dtype).report() for case in (VARIED, FIXED))
     return {
         "ratio": varied["ratio"],
         "ratio_fixed": fixed["ratio"],
         "varied": varied,
         "fixed": fixed,
+        "dtype": dtype,
         "versions": versions,
     }
 
@@ -162,6 +170,7 @@ class _Comparison:
     case: Case
     effort: Effort
     model_dir: Path
+    dtype: str
     tried: dict[str, float] = field(default_factory=dict)
     runs: int = 0
 
@@ -179,12 +188,13 @@ class _Comparison:
 
     def best_settings(self) -> list[Setting]:
         """The two fastest for TRL of those that are tried: first threads and micro-batches, then environments."""
-        cores = len(os.sched_getaffinity(0))
+        cores, precisions = len(os.sched_getaffinity(0)), PRECISIONS[self.dtype]
         if self.effort.quick:
-            return [Setting(cores, COMPLETIONS_PER_STEP, "quiet")]
-        best = self._fastest([Setting(cores, rows, "quiet") for rows in (64, 16, 8)])[0]
-        best = self._fastest([best, Setting(1, best.rows_per_microbatch, "quiet")])[0]
-        others = [Setting(best.threads, best.rows_per_microbatch, name) for name in environments(cores)]
+            return [Setting(cores, COMPLETIONS_PER_STEP, "quiet", precisions[-1])]
+        sizes = (64, 16, 8)
+        best = self._fastest([Setting(cores, rows, "quiet", one) for one in precisions for rows in sizes])[0]
+        best = self._fastest([best, replace(best, threads=1)])[0]
+        others = [replace(best, environment=name) for name in environments(cores)]
         return self._fastest(others)[:2]
 
     def _trl_round(self, setting: Setting) -> Round[TrlFigures]:
@@ -212,6 +222,7 @@ class _Comparison:
                 max_tokens=self.case.max_tokens,
                 lr=LR,
                 ends=self.case.ends,
+                precision=setting.precision,
                 limit_s=self.effort.limit_s,
             )
             for setting in settings
@@ -245,6 +256,7 @@ class _Comparison:
         return parse(
             {
                 "run_dir": str(run_dir),
+                "model": {"dtype": self.dtype},
                 "tasks": [{"name": "digits", "service": "jsonl", "path": "none"}],
                 "rollout": {"group_size": GROUP_SIZE, "max_tokens": self.case.max_tokens},
                 "engine": {"max_running": COMPLETIONS_PER_STEP},

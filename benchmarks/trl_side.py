@@ -3,7 +3,7 @@
     python -m benchmarks.trl_side '[{"model_dir": ..., "threads": 2, ...}, ...]'
 
 prints one line of JSON per run. Nothing of TRL is changed; what costs it time without being part of the work is
-switched off: logging, saving, progress, gradient checkpointing, mixed precision, a reference model.
+switched off: logging, saving, progress, gradient checkpointing, a reference model.
 """
 
 import sys
@@ -34,6 +34,8 @@ class TrlRun(msgspec.Struct, frozen=True):
     lr: float
     ends: bool
     """Whether answers may end before `max_tokens`."""
+    precision: str
+    """`float32`; `mixed` is TRL's `bf16` with float32 weights; with `bfloat16` the weights are, too."""
     limit_s: float
     """After which no further step is begun, though at least one is measured."""
 
@@ -75,7 +77,9 @@ def measured(run: TrlRun) -> TrlFigures:
 
     questions = run.steps * run.completions_per_step // GROUP_SIZE
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(run.model_dir, dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(
+            run.model_dir, dtype=torch.bfloat16 if run.precision == "bfloat16" else torch.float32
+        ),
         processing_class=PreTrainedTokenizerFast.from_pretrained(run.model_dir),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(
@@ -115,7 +119,7 @@ def _settings(run: TrlRun) -> "GRPOConfig":
         lr_scheduler_type="constant",
         max_grad_norm=1.0,
         use_cpu=True,
-        bf16=False,
+        bf16=run.precision == "mixed",
         gradient_checkpointing=False,
         disable_tqdm=True,
         logging_strategy="no",

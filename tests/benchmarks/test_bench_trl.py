@@ -78,7 +78,7 @@ def test_questions_are_eight_digits_and_differ():
 
 
 def test_a_run_for_trl_survives_the_command_line():
-    run = TrlRun("dir", 2, 64, 4, 1, 64, 256, 1e-6, True, 30.0)
+    run = TrlRun("dir", 2, 64, 4, 1, 64, 256, 1e-6, True, "mixed", 30.0)
     assert msgspec.json.decode(msgspec.json.encode([run]), type=list[TrlRun]) == [run]
 
 
@@ -133,3 +133,8 @@ def test_trl_may_have_every_environment_that_shoal_has():
 def test_an_unknown_benchmark_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"expected one of async, .*trl, .*got 'speed'"):
         run_bench("speed", quick=True)
+
+
+def test_dtypes_are_named_when_another_is_given():
+    with pytest.raises(ConfigError, match="expected --dtype float32 or bfloat16, got 'int8'"):
+        run_bench("trl", quick=True, dtype="int8")

@@ -68,6 +68,11 @@ def test_gpus_that_are_named_or_shared_are_taken(
         (["model.device=cuda"], [], "model.device: expected a GPU that torch can use for 'cuda', got none"),
         (["engine.gpus=[0]"], [], "engine.gpus: expected none with no GPU that torch can use, got [0]"),
         (["train.gpus=[0]", "model.device=cpu"], ["0"], "train.gpus: expected none with model.device = 'cpu', got [0]"),
+        (
+            ["train.offload=optimizer"],
+            [],
+            "train.offload: expected 'none' without a GPU for the trainer, got 'optimizer'",
+        ),
         (["engine.gpus=[2]"], ["0", "1"], "engine.gpus: expected numbers below 2, the GPUs there are, got [2]"),
         (["engine.gpus=[0, 1]"], ["0", "1"], "engine.gpus: expected a GPU for each engine, 1 in all, got [0, 1]"),
         (["train.gpus=[0, 0]", "train.ranks=2"], ["0"], "train.gpus: expected a GPU of its own for each rank"),

@@ -284,6 +284,23 @@ def test_an_update_copies_no_more_than_single_weights(weight_decay: float) -> No
             assert 0 < counted.peak_bytes <= 8 * 64 * 64 * 4
 
 
+def test_offloaded_moments_give_the_same_steps_and_the_same_state(tiny_model_dir: Path, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"lr": 1e-3, "weight_decay": 0.1}
+    usual, offloaded = (trainer(tiny_model_dir, **settings, offload=kind) for kind in ("none", "optimizer"))
+    for seed in range(2):
+        ours, theirs = offloaded.step(groups(seed)), usual.step(groups(seed))
+        assert ours.update_norm == pytest.approx(theirs.update_norm, rel=1e-6)
+        assert ours.grad_norm == theirs.grad_norm
+    offloaded.save(tmp_path)
+    offloaded = trainer(tiny_model_dir, **settings, offload="optimizer")
+    offloaded.load(tmp_path)
+    offloaded.step(groups(2))
+    usual.step(groups(2))
+    state, expected = offloaded._optimizer.state(), usual._optimizer.state()
+    assert all(torch.equal(one, expected[name]) for name, one in state.items())
+    assert all(torch.equal(one, usual.tensors()[name]) for name, one in offloaded.tensors().items())
+
+
 def test_published_weights_are_what_a_model_loads(tiny_model_dir: Path, tmp_path: Path) -> None:
     ours = trainer(tiny_model_dir)
     ours.step(groups(0))

@@ -305,6 +305,7 @@ def bench(
     model: Annotated[str | None, typer.Option(help="smollm2: engine and trainer on a real model.")] = None,
     minutes: Annotated[float | None, typer.Option(min=0.1, help="How long chaos lasts; 10 when unset.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Where chaos begins; the first new one when unset.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16: trl; float32 when unset.")] = None,
     json_: JsonFlag = False,
 ) -> None:
     """Measure ratios side by side on this machine.
@@ -315,8 +316,9 @@ def bench(
     from_checkout("bench")
     from benchmarks import run_bench
 
-    options = {name: value for name, value in (("minutes", minutes), ("seed", seed)) if value is not None}
-    show(run_bench(name, quick=quick, model=model, **options), json_)
+    options = {"minutes": minutes, "seed": seed, "dtype": dtype}
+    given = {name: value for name, value in options.items() if value is not None}
+    show(run_bench(name, quick=quick, model=model, **given), json_)
 
 
 for _commands in (swarm_commands.app, judge_commands.app, *services.groups):

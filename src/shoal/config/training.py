@@ -199,6 +199,9 @@ class TrainConfig(Section):
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
     rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
     tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
+    offload: Literal["none", "optimizer"] = Field(
+        "none", description="Keep Adam's moments in main memory between updates; refused without a GPU."
+    )
     gpus: list[Annotated[int, Field(ge=0)]] = Field(
         [], description="Numbers of the ranks' GPUs, one each; the first ones when empty."
     )

@@ -1,5 +1,7 @@
 """Causal attention of rows of equal length over themselves, for training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,17 @@ def attended(q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, win
     return out_RHLD.transpose(1, 2)
 
 
+def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scaling: float, window: int | None) -> Tensor:
+    """Attention as `attended`, of queries, keys and values in one tensor of A = H + 2 K heads; so is its gradient."""
+    device, length = qkv_RLAD.device, qkv_RLAD.shape[1]
+    if device.type != "cpu" or length > LONGEST_BY_HAND:
+        q, k, v = _parts(qkv_RLAD, kv_heads)
+        return attended(q, k, v, scaling, window)
+    mask_LL = _band(length, length if window is None else min(window, length), device)
+    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scaling, mask_LL)  # type: ignore[no-untyped-call]
+    return result
+
+
 def _band(length: int, window: int, device: torch.device) -> Tensor:
     """Mask [L, L], true on visible positions: at most `window` tokens back, the token itself included."""
     i = torch.arange(length, device=device)
@@ -46,44 +59,97 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 
 class _Attended(torch.autograd.Function):
-    """Products of whole rows, with scores and their softmax in float32.
-
-    Query heads of one key-value head lie end to end, as one matrix: X = R * K matrices, M = H / K * L queries each.
-    """
-
     @staticmethod
     def forward(ctx: Any, q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_LL: Tensor) -> Tensor:
-        kv_heads = k_RLKD.shape[2]
-        q_XMD, k_XLD, v_XLD = (_matrices(x, kv_heads) for x in (q_RLHD, k_RLKD, v_RLKD))
-        groups = q_RLHD.shape[2] // kv_heads
-        hidden_ML = torch.zeros(mask_LL.shape).masked_fill_(~mask_LL, -torch.inf).repeat(groups, 1)
-        with torch.autocast("cpu", enabled=False):
-            score_XML = torch.baddbmm(hidden_ML, q_XMD.float(), k_XLD.float().transpose(1, 2), alpha=scaling)
-            p_XML = score_XML.softmax(-1).to(q_XMD.dtype)
-            out_XMD = torch.bmm(p_XML, v_XLD)
-        ctx.save_for_backward(q_XMD, k_XLD, v_XLD, p_XML)
-        ctx.scaling, ctx.kv_heads, ctx.shape = scaling, kv_heads, q_RLHD.shape
-        return _rows(out_XMD, q_RLHD.shape, kv_heads)
+        ctx.scaling, ctx.shape, ctx.kv_heads = scaling, q_RLHD.shape, k_RLKD.shape[2]
+        result, kept = _forward(q_RLHD, k_RLKD, v_RLKD, scaling, mask_LL)
+        ctx.save_for_backward(*kept)
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RLHD: Tensor) -> tuple[Tensor | None, ...]:
-        q_XMD, k_XLD, v_XLD, p_XML = ctx.saved_tensors
-        grad_XMD = _matrices(grad_RLHD, ctx.kv_heads)
-        grad_v_XLD = torch.bmm(p_XML.transpose(1, 2), grad_XMD)
-        grad_p_XML = torch.bmm(grad_XMD, v_XLD.transpose(1, 2))
-        grad_score_XML = torch.ops.aten._softmax_backward_data(grad_p_XML, p_XML, -1, p_XML.dtype)
-        grad_q_XMD = torch.bmm(grad_score_XML, k_XLD).mul_(ctx.scaling)
-        grad_k_XLD = torch.bmm(grad_score_XML.transpose(1, 2), q_XMD).mul_(ctx.scaling)
-        rows, length, _, width = ctx.shape
-        of_kv = torch.Size((rows, length, ctx.kv_heads, width))
+        grad_q, grad_k, grad_v = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, ctx.kv_heads)
+        of_kv = torch.Size((*ctx.shape[:2], ctx.kv_heads, ctx.shape[-1]))
         return (
-            _rows(grad_q_XMD, ctx.shape, ctx.kv_heads),
-            _rows(grad_k_XLD, of_kv, ctx.kv_heads),
-            _rows(grad_v_XLD, of_kv, ctx.kv_heads),
+            _rows(grad_q, ctx.shape, ctx.kv_heads),
+            _rows(grad_k, of_kv, ctx.kv_heads),
+            _rows(grad_v, of_kv, ctx.kv_heads),
             None,
             None,
         )
+
+
+class _JointAttended(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, qkv_RLAD: Tensor, kv_heads: int, scaling: float, mask_LL: Tensor) -> Tensor:
+        ctx.scaling, ctx.shape, ctx.kv_heads = scaling, qkv_RLAD.shape, kv_heads
+        q, k, v = _parts(qkv_RLAD, kv_heads)
+        result, kept = _forward(q, k, v, scaling, mask_LL)
+        ctx.save_for_backward(*kept)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_RLHD: Tensor) -> tuple[Tensor | None, ...]:
+        grads = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, ctx.kv_heads)
+        joint_RLAD = grad_RLHD.new_empty(ctx.shape)
+        for part, grad in zip(_parts(joint_RLAD, ctx.kv_heads), grads, strict=True):
+            part.copy_(_rows(grad, part.shape, ctx.kv_heads))
+        return joint_RLAD, None, None, None
+
+
+def _parts(qkv_RLAD: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
+    """Queries, keys and values, as views."""
+    return torch.split(qkv_RLAD, [qkv_RLAD.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
+
+
+def _forward(
+    q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_LL: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Products of whole rows, with scores and their softmax in float32; also what the gradient needs.
+
+    Query heads of one key-value head lie end to end, as one matrix: X = R * K matrices, M = H / K * L queries each.
+    """
+    kv_heads = k_RLKD.shape[2]
+    q_XMD, k_XLD, v_XLD = (_matrices(x, kv_heads) for x in (q_RLHD, k_RLKD, v_RLKD))
+    groups = q_RLHD.shape[2] // kv_heads
+    hidden_ML = torch.zeros(mask_LL.shape).masked_fill_(~mask_LL, -torch.inf).repeat(groups, 1)
+    with torch.autocast("cpu", enabled=False), _exact_products(q_XMD.dtype):
+        score_XML = torch.baddbmm(hidden_ML, q_XMD.float(), k_XLD.float().transpose(1, 2), alpha=scaling)
+        p_XML = score_XML.softmax(-1).to(q_XMD.dtype)
+        out_XMD = torch.bmm(p_XML, v_XLD)
+    return _rows(out_XMD, q_RLHD.shape, kv_heads), (q_XMD, k_XLD, v_XLD, p_XML)
+
+
+def _backward(
+    grad_RLHD: Tensor, kept: tuple[Tensor, ...], scaling: float, kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of queries, keys and values, as matrices."""
+    q_XMD, k_XLD, v_XLD, p_XML = kept
+    grad_XMD = _matrices(grad_RLHD, kv_heads)
+    grad_v_XLD = torch.bmm(p_XML.transpose(1, 2), grad_XMD)
+    grad_p_XML = torch.bmm(grad_XMD, v_XLD.transpose(1, 2))
+    grad_score_XML = torch.ops.aten._softmax_backward_data(grad_p_XML, p_XML, -1, p_XML.dtype)
+    grad_q_XMD = torch.bmm(grad_score_XML, k_XLD).mul_(scaling)
+    grad_k_XLD = torch.bmm(grad_score_XML.transpose(1, 2), q_XMD).mul_(scaling)
+    return grad_q_XMD, grad_k_XLD, grad_v_XLD
+
+
+@contextmanager
+def _exact_products(dtype: torch.dtype) -> Iterator[None]:
+    """Has the processor multiply float32 copies of bfloat16 numbers as bfloat16, where it can.
+
+    That loses nothing: such copies are not rounded, and sums and results stay float32. Scores take a third of the time.
+    """
+    matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    if dtype is torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _matrices(x_RLHD: Tensor, kv_heads: int) -> Tensor:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shoal.model import MOST_LOGITS, UNKNOWN
-from shoal.model.attention import attended
+from shoal.model.attention import attended, joint_attended
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
 from shoal.model.routing import routing_of
 from shoal.model.token_logprobs import token_logprobs
@@ -62,13 +62,18 @@ class PackedRows:
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Attends causally within each row."""
+        return self._in_buckets((query_THD, key_TKD, value_TKD), lambda q, k, v: attended(q, k, v, scaling, window))
+
+    def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scaling: float, window: int | None) -> Tensor:
+        """Attends causally within each row, with queries, keys and values in one tensor of A = H + 2 K heads."""
+        return self._in_buckets((qkv_TAD,), lambda qkv: joint_attended(qkv, kv_heads, scaling, window))
+
+    def _in_buckets(self, inputs: Sequence[Tensor], attend: Callable[..., Tensor]) -> Tensor:
+        """Result of each bucket's padded rows, back in the order of the nodes."""
         outs = []
         for length, index in self._buckets:
-            q, k, v = (
-                (x if index is None else x.index_select(0, index)).reshape(-1, length, *x.shape[1:])
-                for x in (query_THD, key_TKD, value_TKD)
-            )
-            outs.append(attended(q, k, v, scaling, window).flatten(0, 1))
+            rows = ((x if index is None else x.index_select(0, index)) for x in inputs)
+            outs.append(attend(*(x.reshape(-1, length, *x.shape[1:]) for x in rows)).flatten(0, 1))
         if self._inverse_T is None:
             return outs[0]
         return torch.cat(outs).index_select(0, self._inverse_T)

@@ -58,15 +58,18 @@ class _TokenLogprobs(torch.autograd.Function):
         logits_UV, at_N, token_N, lse_U, value_U = ctx.saved_tensors
         weight_U = torch.zeros_like(lse_U)  # of each row's probabilities
         if logp_N is not None:
-            weight_U.index_add_(0, at_N, logp_N)
+            weight_U.index_add_(0, at_N, logp_N, alpha=-1 / ctx.temperature)
+
+        if entropy_U is not None:
+            entropy_U = entropy_U * (-1 / ctx.temperature)
 
         def of_probabilities(rows: slice | Tensor, x: Tensor) -> Tensor:
-            """Gradient -p (G + G_H (log p + H)), where x is log p."""
+            """Gradient -p (G + G_H (log p + H)) / temperature, where x is log p, which it overwrites."""
             shape = (-1, *(1,) * (x.ndim - 1))
             weight = weight_U[rows].view(shape)
             if entropy_U is not None:
                 weight = (x + value_U[rows].view(shape)).mul_(entropy_U[rows].view(shape)).add_(weight)
-            return x.exp().mul_(weight).mul_(-1 / ctx.temperature)
+            return x.exp_().mul_(weight)
 
         grad_UV = torch.empty_like(logits_UV)
         for rows, x_UV in _blocks(logits_UV, ctx.temperature):

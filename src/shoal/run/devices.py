@@ -94,6 +94,11 @@ def devices_of(config: Config, visible: Sequence[str], *, trains: bool = True) -
         if named or own:
             where = "model.device = 'cpu'" if device == "cpu" else "no GPU that torch can use"
             raise ConfigError(f"{'engine' if named else 'train'}.gpus: expected none with {where}, got {named or own}")
+        if ranks and config.train.offload != "none":
+            raise ConfigError(
+                f"train.offload: expected 'none' without a GPU for the trainer, got {config.train.offload!r}; "
+                "on a CPU Adam's moments are in main memory anyway"
+            )
         return Devices()
     _check_numbers("engine.gpus", named, engines, "engine", visible)
     _check_numbers("train.gpus", own, ranks, "rank", visible)

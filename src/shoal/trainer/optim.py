@@ -1,7 +1,7 @@
 """AdamW with warm-up, clipping and resets at a push; its state as named tensors."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -68,7 +68,7 @@ def _share_of_peak(config: TrainConfig, update: int) -> float:
 
 
 class Optimizer:
-    """AdamW over the trainable parameters of a model.
+    """AdamW over the trainable parameters of a model; its moments may stay in main memory between updates.
 
     Invariant: `updates` counts the updates taken since the start of the run, across resets and resumes. Together with
     the moments it determines every later update.
@@ -86,6 +86,7 @@ class Optimizer:
             for part, peak in ((trained.values(), config.lr), ((critic or {}).values(), config.critic.lr or config.lr))
             for matrices, decay in ((True, config.weight_decay), (False, 0.0))
         ]
+        self._offloads = config.offload == "optimizer"
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
         self.updates = 0
         self._since_reset: int | None = None
@@ -104,36 +105,61 @@ class Optimizer:
             return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
         for group in self._adam.param_groups:
             group["lr"] = lr * group["peak"] / self._config.lr
-        self._adam.step()
-        update_norm = self._update_norm()
+        update_norm = self._offloaded_step() if self._offloads else self._step()
         self._adam.zero_grad()
         self.updates += 1
         if self._since_reset is not None:
             self._since_reset += 1
         return Update(lr=lr, grad_norm=grad_norm, update_norm=update_norm, taken=True)
 
+    def _step(self) -> float:
+        """Takes Adam's step; the norm of the change that it made."""
+        self._adam.step()
+        return self._norm(self._changes())
+
+    def _offloaded_step(self) -> float:
+        """Takes the same step for one parameter after the other; only its moments are beside the weights meanwhile."""
+        gradients = {p: p.grad for p in self._named.values() if p.grad is not None}
+        squares: list[Tensor] = []
+        self._adam.zero_grad()
+        for parameter, gradient in gradients.items():
+            parameter.grad = gradient
+            self._move_moments(parameter, parameter.device)
+            self._adam.step()
+            squares += [torch.linalg.vector_norm(change).reshape(1) for change in self._changes()]
+            self._move_moments(parameter, torch.device("cpu"))
+            parameter.grad = None
+        return self._norm(squares)
+
+    def _move_moments(self, parameter: nn.Parameter, device: torch.device) -> None:
+        state = self._adam.state.get(parameter, {})
+        for key in MOMENTS:
+            if key in state:
+                state[key] = state[key].to(device)
+
     @torch.no_grad()
-    def _update_norm(self) -> float:
-        """Norm of the change that the last step made, computed from the moments without a copy of the weights."""
+    def _changes(self) -> Iterator[Tensor]:
+        """Changes that the last step made, computed from the moments without a copy of the weights."""
+        for group in self._adam.param_groups:
+            shrunk, (beta, beta_sq) = 1 - group["lr"] * group["weight_decay"], group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None or not (state := self._adam.state.get(parameter)):
+                    continue
+                step = float(state["step"])
+                # lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), with what is constant taken together
+                root = math.sqrt(1 - beta_sq**step)
+                rate, eps = group["lr"] * root / (1 - beta**step), group["eps"] * root
+                tensors = (state["exp_avg"], state["exp_avg_sq"], parameter)
+                blocks = zip(*(torch.split(local(tensor).flatten(), BLOCK) for tensor in tensors), strict=True)
+                for moment, square, weight in blocks:
+                    change = torch.div(moment, square.sqrt().add_(eps)).mul_(rate)
+                    if shrunk != 1:
+                        change.add_(weight + change, alpha=1 / shrunk - 1)
+                    yield change
 
-        def changes() -> Iterator[Tensor]:
-            for group in self._adam.param_groups:
-                shrunk, (beta, beta_sq) = 1 - group["lr"] * group["weight_decay"], group["betas"]
-                for parameter in group["params"]:
-                    if parameter.grad is None or not (state := self._adam.state.get(parameter)):
-                        continue
-                    step = float(state["step"])
-                    rate, root = group["lr"] / (1 - beta**step), 1 / math.sqrt(1 - beta_sq**step)
-                    tensors = (state["exp_avg"], state["exp_avg_sq"], parameter)
-                    blocks = zip(*(torch.split(local(tensor).flatten(), BLOCK) for tensor in tensors), strict=True)
-                    for moment, square, weight in blocks:
-                        change = square.sqrt().mul_(root).add_(group["eps"]).reciprocal_().mul_(moment).mul_(rate)
-                        if shrunk != 1:
-                            change.add_(weight + change, alpha=1 / shrunk - 1)
-                        yield change
-
+    def _norm(self, changes: Iterable[Tensor]) -> float:
         named = list(self._named.values())
-        return norm(changes(), sharded=any(map(is_sharded, named)), copies=max(map(copies, named)))
+        return norm(changes, sharded=any(map(is_sharded, named)), copies=max(map(copies, named)))
 
     def count_push(self) -> None:
         """Resets the moments at a push of weights, if the config says so."""
@@ -169,6 +195,7 @@ class Optimizer:
             if found:
                 step = found.pop("step").clone().to(parameter.device)
                 moments = {key: like(value.clone(), parameter) for key, value in found.items()}
+                moments = {key: value.cpu() for key, value in moments.items()} if self._offloads else moments
                 self._adam.state[parameter] = {**moments, "step": step}
         self.updates = int(tensors["updates"])
         since = int(tensors["since_reset"])
