@@ -3,11 +3,13 @@
 import asyncio
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+
+from pydantic import JsonValue
 
 from experiments.grid import Record
 from experiments.sapo_stacked.questions import SETTINGS, SHORTER
@@ -43,11 +45,13 @@ class Scale:
     lr: float = 1e-3
     questions: int = 90
     """Held-out questions of each evaluation."""
+    every: int = 0
+    """Rounds between evaluations; 0 evaluates only before and after."""
     warm_steps: int = 800
     width: int = 64
 
 
-def tasks() -> list[dict[str, object]]:
+def tasks() -> list[JsonValue]:
     """The nine specialties, each with the exact truth as its scorer."""
     rewrite = [list(pair) for pair in REWRITE]
     return [
@@ -63,32 +67,37 @@ def task_configs() -> list[TaskConfig]:
 def node_config(folder: Path, model: Path, cell: str, seed: int, scale: Scale, server: str = "") -> Config:
     """One node: I own and J external groups a round, everything else as `preset = "sapo"` has it."""
     own, external = map(int, cell.split("/"))
-    return parse(
-        {
-            "run_dir": str(folder),
-            "seed": seed,
-            "preset": "sapo",
-            "model": {"path": str(model)},
-            "tasks": tasks(),
-            "rollout": {"group_size": scale.each, "max_tokens": 10},
-            "engine": {"gpus": "shared"},
-            "asynchrony": {"max_staleness": 0},
-            "train": {"steps": scale.rounds, "groups_per_step": own, "lr": scale.lr, "warmup_steps": 0},
-            "eval": {"every_steps": scale.rounds, "questions": scale.questions},
-            "checkpoint": {"every_steps": scale.rounds},
-            "stall_s": 3600.0,
-            "reward": {"workers": 1},
-            "swarm": {
-                "servers": [server],
-                "external_groups": external,
-                "round_offers": own * (scale.nodes - 1),
-                "wait_s": WAIT_S,
-                "fresh_s": FRESH_S,
-            }
-            if external
-            else {"external_groups": 0},
-        }
-    )
+    swarm = swarm_settings(server, own, external, scale) if external else {"external_groups": 0}
+    return parse({**settings(folder, model, tasks(), own, scale), "seed": seed, "swarm": swarm})
+
+
+def settings(folder: Path, model: Path, asked: list[JsonValue], own: int, scale: Scale) -> dict[str, JsonValue]:
+    """Settings of a node that trains `own` groups of its own a step."""
+    return {
+        "run_dir": str(folder),
+        "preset": "sapo",
+        "model": {"path": str(model)},
+        "tasks": asked,
+        "rollout": {"group_size": scale.each, "max_tokens": 10},
+        "engine": {"gpus": "shared"},
+        "asynchrony": {"max_staleness": 0},
+        "train": {"steps": scale.rounds, "groups_per_step": own, "lr": scale.lr, "warmup_steps": 0},
+        "eval": {"every_steps": scale.every or scale.rounds, "questions": scale.questions},
+        "checkpoint": {"every_steps": scale.rounds},
+        "stall_s": FRESH_S,
+        "reward": {"workers": 1},
+    }
+
+
+def swarm_settings(server: str, own: int, external: int, scale: Scale) -> dict[str, JsonValue]:
+    """Settings of a swarm whose nodes stay in step."""
+    return {
+        "servers": [server],
+        "external_groups": external,
+        "round_offers": own * (scale.nodes - 1),
+        "wait_s": WAIT_S,
+        "fresh_s": FRESH_S,
+    }
 
 
 async def run_cell(folder: Path, model: Path, cell: str, seed: int, scale: Scale) -> Record:
@@ -98,14 +107,18 @@ async def run_cell(folder: Path, model: Path, cell: str, seed: int, scale: Scale
         url = ""
         if not cell.endswith("/0"):
             url = (await stack.enter_async_context(NatsServer(ServerOptions(folder / "server")))).url
-        async with asyncio.TaskGroup() as group:
-            for i, run in enumerate(runs):
-                config = node_config(run, model, cell, 1000 * seed + i, scale, url)
-                path = folder / f"node-{i}.toml"
-                path.write_text(to_toml(config))
-                group.create_task(_train(path))
-                await asyncio.sleep(START_APART_S)
+        await train_all(node_config(run, model, cell, 1000 * seed + i, scale, url) for i, run in enumerate(runs))
     return record_of(runs, int(cell.partition("/")[0]), scale.rounds)
+
+
+async def train_all(configs: Iterable[Config]) -> None:
+    """Trains nodes at once, each to its end; the first that fails ends the others. Raises `ChildDied`, in a group."""
+    async with asyncio.TaskGroup() as group:
+        for config in configs:
+            path = Path(f"{config.run_dir}.toml")
+            await asyncio.to_thread(path.write_text, to_toml(config))
+            group.create_task(_train(path))
+            await asyncio.sleep(START_APART_S)
 
 
 async def _train(config: Path) -> None:

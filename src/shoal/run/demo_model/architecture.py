@@ -4,6 +4,7 @@ The result is an ordinary Hugging Face directory: Qwen2's architecture, a tokeni
 character, and a chat template in which each role is one token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -49,10 +50,10 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return _tokenizer([UNKNOWN, END, *(f"<|{role}|>" for role in ROLES)], CHARACTERS, [], TEMPLATE)
 
 
-def pair_tokenizer() -> PreTrainedTokenizerFast:
-    """Builds a second tokenizer: frequent pairs of letters are one token; names, ids and template differ."""
+def pair_tokenizer(pairs: Sequence[str] = PAIRS) -> PreTrainedTokenizerFast:
+    """Builds a second tokenizer: some pairs of characters are one token; names, ids and template differ."""
     template = TEMPLATE.replace(END, "</s>").replace("<|", "<").replace("|>", ">")
-    return _tokenizer(["<unk>", "</s>", *(f"<{role}>" for role in ROLES)], CHARACTERS[::-1], PAIRS, template)
+    return _tokenizer(["<unk>", "</s>", *(f"<{role}>" for role in ROLES)], CHARACTERS[::-1], list(pairs), template)
 
 
 def _tokenizer(specials: list[str], characters: str, pairs: list[str], template: str) -> PreTrainedTokenizerFast:

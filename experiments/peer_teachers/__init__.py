@@ -1,0 +1,1 @@
+"""Three models with three tokenizers, each good at one task, as teachers of one another."""
