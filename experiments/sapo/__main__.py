@@ -63,9 +63,11 @@ def main(arguments: list[str]) -> None:
     found = finished(options.results)
     runs = {key: found[key] for key in planned if key in found}
     cells = summary(runs)
+    options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
     (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(runs))
-    draw(options.results, runs)
+    if runs:
+        draw(options.results, runs)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; logs are in {options.results / 'failed'}")
 

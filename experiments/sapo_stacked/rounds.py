@@ -7,7 +7,7 @@ fewer.
 """
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from statistics import fmean
 
@@ -36,6 +36,8 @@ class Cell:
     """Draws more groups and keeps those whose rewards differ."""
     same: bool = False
     """All nodes are asked the same questions."""
+    shuffled: bool = False
+    """Peers' answers are trained as answers to another peer's question, with the rewards of their own."""
     negatives: str = "keep"
     """`drop` leaves out peers' answers that came out worse than their group."""
     adaptive: bool = False
@@ -43,12 +45,13 @@ class Cell:
 
     @classmethod
     def of(cls, name: str) -> "Cell":
-        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-drop or adaptive."""
+        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-shuffled, 4/4-drop or adaptive."""
         if name == "adaptive":
             return cls(8, most_external(8), adaptive=True)
         counts, _, variant = name.partition("-")
         own, external = map(int, counts.split("/"))
-        return cls(own, external, variant == "dynamic", variant == "same", "drop" if variant == "drop" else "keep")
+        named = {one: True for one in ("dynamic", "same", "shuffled") if one == variant}
+        return cls(own, external, **named, negatives="drop" if variant == "drop" else "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +184,10 @@ def chosen(
         ]
         picked = [others[i][1] for i in uniform(candidates, wanted[me], rng)]
         external += len(picked)
+        if cell.shuffled:
+            questions = [one.question for one in picked]
+            rng.shuffle(questions)
+            picked = [replace(one, question=other) for one, other in zip(picked, questions, strict=True)]
         drop = cell.negatives == "drop"
         result.append([(one, False) for one in own] + [(one, drop) for one in picked])
     return result, external

@@ -23,7 +23,7 @@ from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.offer import Offer, Scores, Want
-from shoal.swarm.trust import Bucket, IngressFilter, Reason, Recent, Recogniser, VerifiedMessage
+from shoal.swarm.trust import Bucket, IngressFilter, Reason, Recent, Recogniser, TrustLimits, VerifiedMessage
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
@@ -37,6 +37,8 @@ INTAKE_BURST_S = 16.0
 """Seconds of intake that a late joiner, or a peer that was cut off, may read at once."""
 OWN_COST = 0.25
 """Cost of reading an own frame, relative to another's: no signature is checked."""
+SENT_SHARE = 0.9
+"""Messages sent, relative to what peers admit from one author: what is above is lost to them."""
 RETRY_S = 0.5
 """Seconds between two attempts to send."""
 MOST_WANTS = 512
@@ -96,6 +98,8 @@ class Peer:
         """Seconds after which an offer is neither sent nor taken, and a want is forgotten."""
         self._exchange, self._own, self._folder, self._clock = joined.exchange, joined.own, joined.folder, joined.clock
         self._timer = joined.timer
+        limits = TrustLimits()
+        self._outgoing = Bucket(SENT_SHARE * limits.rate_per_s, SENT_SHARE * limits.burst)
         self._intake = Bucket(joined.frames_per_s, joined.frames_per_s * INTAKE_BURST_S)
         self.ingress = IngressFilter(self.swarm, self.peer_id, timer=self._timer)
         self.tally = PeerCounts()
@@ -170,7 +174,10 @@ class Peer:
 
         The signed frame is kept: peers count a second attempt as the same message.
         """
-        frame: bytes | None = None
+        frame, outgoing = None, self._outgoing
+        outgoing.take(asyncio.get_running_loop().time(), 0.0)
+        outgoing.spend(1.0)
+        await asyncio.sleep(max(0.0, outgoing.used - outgoing.burst) / outgoing.rate_per_s)
         while self._clock() < until_s:
             if frame is None and self.connected:
                 frame = self._signer.frame(kind, payload, self._clock())

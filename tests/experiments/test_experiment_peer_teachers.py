@@ -1,0 +1,16 @@
+"""The shortened run of `make peer_teachers`: real nodes with different tokenizers, a real server."""
+
+import json
+from pathlib import Path
+
+from experiments.peer_teachers.__main__ import main
+
+
+def test_nodes_of_two_tokenizers_train_in_step_and_their_logs_pass_the_audit(tmp_path: Path) -> None:
+    main(["--quick", "--results", str(tmp_path)])
+    (run,) = map(json.loads, (tmp_path / "runs.jsonl").read_text().split("\n"))
+    assert run["key"] == "teach:0"
+    assert run["audits_clean"] == len(run["curves"]) == 2
+    assert [[one[0] for one in curve] for curve in run["curves"]] == [[0, 2], [0, 2]]
+    assert "| teach spell_backward | basic_arithmetic |" in (tmp_path / "results.md").read_text()
+    assert (tmp_path / "curves.png").stat().st_size > 1000
