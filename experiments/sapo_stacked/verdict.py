@@ -74,9 +74,11 @@ def comparisons(runs: Mapping[str, Record]) -> str:
         for regime in [*regimes, *(["all"] if len(regimes) > 1 else [])]:
             same = [(one, alone) for where, one, alone in pairs if regime in (where, "all")]
             reward = [mean_reward(one) - mean_reward(alone) for one, alone in same]
+            nodes = [a > b for one, alone in same for a, b in zip(by_node(one), by_node(alone), strict=True)]
             held = [one["evaluations"][-1][1] - alone["evaluations"][-1][1] for one, alone in same]
-            rows.append([f"{regime} {cell}", str(len(same)), *difference_columns(reward), *difference_columns(held)])
-    head = ["cell less 8/0", "pairs", "own reward", "ahead", "p", "held out", "ahead", "p"]
+            columns = [*difference_columns(reward), f"{sum(nodes)} of {len(nodes)}", *difference_columns(held)]
+            rows.append([f"{regime} {cell}", str(len(same)), *columns])
+    head = ["cell less 8/0", "pairs", "own reward", "ahead", "p", "nodes ahead", "held out", "ahead", "p"]
     return markdown(head, rows)
 
 
@@ -89,6 +91,11 @@ def difference_columns(differences: Sequence[float]) -> list[str]:
 def mean_reward(record: Record) -> float:
     """Of own groups, over nodes and rounds."""
     return fmean(fmean(row) for row in record["rewards"])
+
+
+def by_node(record: Record) -> list[float]:
+    """Mean own reward of each node; nodes of a swarm learn from one another and are no independent samples."""
+    return [fmean(curve) for curve in zip(*record["rewards"], strict=True)]
 
 
 def beginnings(record: Record) -> list[int]:

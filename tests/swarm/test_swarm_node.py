@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.clock import run_virtual
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
@@ -177,6 +178,26 @@ def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_path: P
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(main())
+
+
+def test_a_node_sends_no_faster_than_its_peers_admit(tmp_path: Path) -> None:
+    letters = letters_in(tmp_path)
+    service, hub = JsonlService(letters, 0), MemorySwarm()
+    config = Config(tasks=[letters])
+    sender, receiver = (made(tmp_path / name, service, config, hub) for name in ("sender", "receiver"))
+    want = wire.encode(Want((("letters", 0.5),)))
+
+    async def main() -> None:
+        listening = asyncio.ensure_future(receiver.run())
+        for _ in range(400):  # far more than a burst
+            assert await sender._send(Kind.WANT, want, NOW_S + 1)
+        await asyncio.sleep(60)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+
+    run_virtual(main())
+    assert not receiver.ingress.refused
+    assert receiver.ingress.admitted == 400
 
 
 async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
