@@ -11,6 +11,7 @@ ignores them.
 import random
 import struct
 import zlib
+from dataclasses import dataclass
 
 from shoal.tasks.sdk import Question, task
 
@@ -33,10 +34,10 @@ HEAD = b"\x89PNG\r\n\x1a\n"
 Grid = list[str]
 
 
-def drawn(rng: random.Random) -> tuple[Grid, str]:
-    """A digit somewhere in a grid of `SIDE` by `SIDE`, and its truth."""
-    digit, x, y = rng.randrange(10), rng.randrange(SIDE - 2), rng.randrange(SIDE - 4)
-    rows = [["."] * SIDE for _ in range(SIDE)]
+def drawn(rng: random.Random, side: int = SIDE) -> tuple[Grid, str]:
+    """A digit somewhere in a grid of `side` by `side` dots, and its truth; a digit is 3 wide and 5 high."""
+    digit, x, y = rng.randrange(10), rng.randrange(side - 2), rng.randrange(side - 4)
+    rows = [["."] * side for _ in range(side)]
     for place, mark in enumerate(DIGITS[digit]):
         rows[y + place // 3][x + place % 3] = mark
     return ["".join(row) for row in rows], str(digit)
@@ -99,25 +100,30 @@ def _chunks(data: bytes) -> list[tuple[bytes, bytes]]:
 
 
 @task("glyphs", version="1")
+@dataclass(frozen=True)
 class Pictures:
-    """Asks which digit a picture shows."""
+    """Asks which digit a picture of `side` by `side` dots shows."""
+
+    side: int = SIDE
 
     def draw(self, rng: random.Random) -> Question:
         """A picture of a digit."""
-        grid, digit = drawn(rng)
+        grid, digit = drawn(rng, self.side)
         picture = ("image/png", png_of(grid))
         return Question("Which digit is this?", digit, scorer="exact", split_by=asked(grid), attachments=(picture,))
 
 
 @task("glyphs", version="1")
+@dataclass(frozen=True)
 class Grids:
     """Asks which digit a grid of characters shows, and reads pictures of peers."""
 
+    side: int = SIDE
     media = ("image/png",)
 
     def draw(self, rng: random.Random) -> Question:
         """A digit as text."""
-        grid, digit = drawn(rng)
+        grid, digit = drawn(rng, self.side)
         return Question(asked(grid), digit, scorer="exact")
 
     def read(self, question: str, attachments: list[bytes]) -> Question:

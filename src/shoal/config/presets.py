@@ -52,6 +52,7 @@ PRESETS: Mapping[str, Mapping[str, Setting]] = {
         "train.advantage": Setting("grpo", "SAPO: GRPO"),
         "train.kl.coefficient": Setting(0.0, f"SAPO: {_NO_KL}"),
         "train.weight_decay": Setting(0.0, "SAPO: Adam"),
+        "rollout.group_size": Setting(8, "SAPO: 8 completions of a question"),
         "train.groups_per_step": Setting(4, "SAPO: 4 local groups, the best split of its figure 1"),
         "swarm.external_groups": Setting(4, "SAPO: 4 external groups"),
         "swarm.share": Setting("all", "SAPO, algorithm 1"),
