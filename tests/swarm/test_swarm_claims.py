@@ -62,28 +62,20 @@ def with_settings(claim: Claim, dataset: str = "chain_sum", **settings: object) 
     return replace(claim, receipt=replace(claim.receipt, dataset=dataset, config=json.dumps(settings, sort_keys=True)))
 
 
-@pytest.mark.parametrize(
-    ("datasets", "taken"), [("mine", False), ("any", True), (("chain_sum",), True), (("leg_counting",), False)]
-)
-def test_a_node_draws_the_datasets_that_it_says(
-    library: Library, claims: list[Claim], datasets: object, taken: bool
-) -> None:
-    own = OwnTasks(library.services, SwarmConfig.model_validate({"datasets": datasets}))
-    found = decided(own, claims[0])
-    own.close()
-    if not taken:
-        assert found is Reason.UNKNOWN_TASK
-        return
-    assert isinstance(found, Task)
-    assert found.answer == claims[0].truth
-    assert [message.content for message in found.messages] == ["Only the number.", claims[0].question]
-
-
-def test_a_dataset_that_does_not_exist_is_a_sentence(library: Library) -> None:
-    own = OwnTasks(library.services, SwarmConfig(datasets=["chain_sum", "chain_smu"]))
+def test_a_node_draws_the_datasets_that_it_says(library: Library, anything: OwnTasks, claims: list[Claim]) -> None:
+    named = OwnTasks(library.services, SwarmConfig(datasets=["chain_sum", "chain_smu"]))
     with pytest.raises(TaskError, match="did you mean 'chain_sum'"):
-        own.check()
-    own.close()
+        named.check()
+    for own in (anything, named):
+        found = decided(own, claims[0])
+        assert isinstance(found, Task)
+        assert found.answer == claims[0].truth
+        assert [message.content for message in found.messages] == ["Only the number.", claims[0].question]
+    named.close()
+    for bounds in (SwarmConfig(), SwarmConfig(datasets=["leg_counting"])):
+        other = OwnTasks(library.services, bounds)
+        assert decided(other, claims[0]) is Reason.UNKNOWN_TASK
+        other.close()
 
 
 def test_the_same_dataset_is_drawn_with_the_settings_of_the_offer(claims: list[Claim]) -> None:
@@ -145,15 +137,14 @@ async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
 
 
 def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
-    library: Library, claims: list[Claim], tmp_path: Path, tiny_model_dir: Path
+    anything: OwnTasks, claims: list[Claim], tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     async def main() -> None:
         hub, specialist = MemorySwarm(), Identity.fresh()
-        own = OwnTasks(library.services, SwarmConfig(datasets="any"))
         theirs, seal = hub.join(), Signer(specialist, "reef", session=1)
         async with RewardService(RewardConfig()) as scorer:
             config = Config(tasks=[GCD], swarm=SwarmConfig(external_groups=4, take="uniform"))
-            joined = Joined(hub.join(), own, Identity.fresh(), tmp_path, config)
+            joined = Joined(hub.join(), anything, Identity.fresh(), tmp_path, config)
             node = Node(joined, scorer, load_renderer(tiny_model_dir), 1024)
             running = asyncio.ensure_future(node.run())
             lie = replace(claims[4], truth="7000", libraries="python 2.7")
@@ -170,6 +161,5 @@ def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
             assert specialist.peer_id not in node.ingress.banned
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
-        own.close()
 
     asyncio.run(main())
