@@ -44,12 +44,20 @@ def test_values_and_gradients_are_those_of_the_definition(temperature: float, bo
 def test_a_nearly_certain_token_keeps_its_gradient_in_bfloat16() -> None:
     """1 - p is 0.0007 there; bfloat16 rounds p itself to 1."""
     logits_UV = torch.tensor([[9.0, 1.0, 1.0]], dtype=torch.bfloat16, requires_grad=True)
+    p = logits_UV.detach().double().softmax(-1)
     at_N = token_N = torch.zeros(1, dtype=torch.long)
     logp_N, _ = token_logprobs(logits_UV, at_N, token_N)
     logp_N.sum().backward()
-    p = logits_UV.detach().double().softmax(-1)
     assert logits_UV.grad is not None
     torch.testing.assert_close(logits_UV.grad.double()[0, 0], 1 - p[0, 0], rtol=0.01, atol=0.0)
+
+
+def test_a_second_gradient_of_the_same_logits_is_refused() -> None:
+    logits_UV = torch.randn(3, 5, requires_grad=True)
+    logp_N, _ = token_logprobs(logits_UV, torch.tensor([2]), torch.tensor([1]))
+    logp_N.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        logp_N.sum().backward()
 
 
 def test_the_entropy_is_left_out_unless_asked_for() -> None:

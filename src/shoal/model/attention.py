@@ -17,16 +17,18 @@ bfloat16, both passes take 5 ms so and 19 ms with torch's flash attention (one c
 def attended(q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, window: int | None) -> Tensor:
     """Attention of H query heads over K key-value heads: [R, L, H, D]. A token sees the last `window` tokens, or all.
 
-    Under autocast its products have autocast's dtype.
+    Under autocast its products have autocast's dtype. Short rows on a CPU may lack the queries of their first tokens.
     """
-    device, length = q_RLHD.device, q_RLHD.shape[1]
+    device, length = q_RLHD.device, k_RLKD.shape[1]
     banded = window is not None and window < length
     mask_LL = _band(length, window if window is not None and banded else length, device)
     if device.type == "cpu" and length <= LONGEST_BY_HAND:
         if torch.is_autocast_enabled("cpu"):
             q_RLHD, k_RLKD, v_RLKD = (x.to(torch.get_autocast_dtype("cpu")) for x in (q_RLHD, k_RLKD, v_RLKD))
-        result: Tensor = _Attended.apply(q_RLHD, k_RLKD, v_RLKD, scaling, mask_LL)  # type: ignore[no-untyped-call]
+        mask_QL = mask_LL[-q_RLHD.shape[1] :]
+        result: Tensor = _Attended.apply(q_RLHD, k_RLKD, v_RLKD, scaling, mask_QL)  # type: ignore[no-untyped-call]
         return result
+    assert q_RLHD.shape[1] == length
     q_RHLD, k_RKLD, v_RKLD = (x.transpose(1, 2) for x in (q_RLHD, k_RLKD, v_RLKD))
     out_RHLD = F.scaled_dot_product_attention(
         q_RHLD,
@@ -40,14 +42,17 @@ def attended(q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, win
     return out_RHLD.transpose(1, 2)
 
 
-def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scaling: float, window: int | None) -> Tensor:
-    """Attention as `attended`, of queries, keys and values in one tensor of A = H + 2 K heads; so is its gradient."""
+def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scaling: float, window: int | None, skipped: int = 0) -> Tensor:
+    """Attention as `attended`, of queries, keys and values in one tensor of A = H + 2 K heads; so is its gradient.
+
+    The first `skipped` queries of each row have no result.
+    """
     device, length = qkv_RLAD.device, qkv_RLAD.shape[1]
     if device.type != "cpu" or length > LONGEST_BY_HAND:
         q, k, v = _parts(qkv_RLAD, kv_heads)
-        return attended(q, k, v, scaling, window)
+        return attended(q[:, skipped:], k, v, scaling, window)
     mask_LL = _band(length, length if window is None else min(window, length), device)
-    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scaling, mask_LL)  # type: ignore[no-untyped-call]
+    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scaling, mask_LL[skipped:])  # type: ignore[no-untyped-call]
     return result
 
 
@@ -60,32 +65,27 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_LL: Tensor) -> Tensor:
-        ctx.scaling, ctx.shape, ctx.kv_heads = scaling, q_RLHD.shape, k_RLKD.shape[2]
-        result, kept = _forward(q_RLHD, k_RLKD, v_RLKD, scaling, mask_LL)
+    def forward(ctx: Any, q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_QL: Tensor) -> Tensor:
+        ctx.scaling, ctx.shape, ctx.of_kv = scaling, q_RLHD.shape, k_RLKD.shape
+        result, kept = _forward(q_RLHD, k_RLKD, v_RLKD, scaling, mask_QL)
         ctx.save_for_backward(*kept)
         return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RLHD: Tensor) -> tuple[Tensor | None, ...]:
-        grad_q, grad_k, grad_v = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, ctx.kv_heads)
-        of_kv = torch.Size((*ctx.shape[:2], ctx.kv_heads, ctx.shape[-1]))
-        return (
-            _rows(grad_q, ctx.shape, ctx.kv_heads),
-            _rows(grad_k, of_kv, ctx.kv_heads),
-            _rows(grad_v, of_kv, ctx.kv_heads),
-            None,
-            None,
-        )
+        kv_heads = ctx.of_kv[2]
+        grads = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, kv_heads)
+        shapes = (ctx.shape, ctx.of_kv, ctx.of_kv)
+        return *(_rows(grad, shape, kv_heads) for grad, shape in zip(grads, shapes, strict=True)), None, None
 
 
 class _JointAttended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv_RLAD: Tensor, kv_heads: int, scaling: float, mask_LL: Tensor) -> Tensor:
+    def forward(ctx: Any, qkv_RLAD: Tensor, kv_heads: int, scaling: float, mask_QL: Tensor) -> Tensor:
         ctx.scaling, ctx.shape, ctx.kv_heads = scaling, qkv_RLAD.shape, kv_heads
         q, k, v = _parts(qkv_RLAD, kv_heads)
-        result, kept = _forward(q, k, v, scaling, mask_LL)
+        result, kept = _forward(q[:, -len(mask_QL) :], k, v, scaling, mask_QL)
         ctx.save_for_backward(*kept)
         return result
 
@@ -94,7 +94,10 @@ class _JointAttended(torch.autograd.Function):
     def backward(ctx: Any, grad_RLHD: Tensor) -> tuple[Tensor | None, ...]:
         grads = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, ctx.kv_heads)
         joint_RLAD = grad_RLHD.new_empty(ctx.shape)
-        for part, grad in zip(_parts(joint_RLAD, ctx.kv_heads), grads, strict=True):
+        q, k, v = _parts(joint_RLAD, ctx.kv_heads)
+        skipped = ctx.shape[1] - grad_RLHD.shape[1]
+        q[:, :skipped] = 0
+        for part, grad in zip((q[:, skipped:], k, v), grads, strict=True):
             part.copy_(_rows(grad, part.shape, ctx.kv_heads))
         return joint_RLAD, None, None, None
 
@@ -105,7 +108,7 @@ def _parts(qkv_RLAD: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def _forward(
-    q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_LL: Tensor
+    q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_QL: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Products of whole rows, with scores and their softmax in float32; also what the gradient needs.
 
@@ -114,7 +117,7 @@ def _forward(
     kv_heads = k_RLKD.shape[2]
     q_XMD, k_XLD, v_XLD = (_matrices(x, kv_heads) for x in (q_RLHD, k_RLKD, v_RLKD))
     groups = q_RLHD.shape[2] // kv_heads
-    hidden_ML = torch.zeros(mask_LL.shape).masked_fill_(~mask_LL, -torch.inf).repeat(groups, 1)
+    hidden_ML = torch.zeros(mask_QL.shape).masked_fill_(~mask_QL, -torch.inf).repeat(groups, 1)
     with torch.autocast("cpu", enabled=False), _exact_products(q_XMD.dtype):
         score_XML = torch.baddbmm(hidden_ML, q_XMD.float(), k_XLD.float().transpose(1, 2), alpha=scaling)
         p_XML = score_XML.softmax(-1).to(q_XMD.dtype)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shoal.model import MOST_LOGITS, UNKNOWN
-from shoal.model.attention import attended, joint_attended
+from shoal.model.attention import LONGEST_BY_HAND, attended, joint_attended
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
 from shoal.model.routing import routing_of
 from shoal.model.token_logprobs import token_logprobs
@@ -27,63 +27,77 @@ class PackedRows:
 
     Attention runs on whole paths, padded to the longest of their bucket. Padding and shared beginnings thus cost
     attention only: no linear layer computes padding, or a shared token twice. Padding needs no mask, because it follows
-    every real token of its path.
+    every real token of its path. Where attention is by hand, queries of a shared beginning are computed once, too.
     """
 
     def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
         assert tree.tokens
-        self._buckets: list[
-            tuple[int, Tensor | None]
-        ] = []  # (padded length, node index [R * L], None for all in order)
+        # (padded length L, node index [R * L] or None for all in order, positions whose queries another path has)
+        self._buckets: list[tuple[int, Tensor | None, int]] = []
         self._inverse_T: Tensor | None = None
         lengths = [len(path.nodes) for path in tree.paths]
         if sum(lengths) == len(tree.tokens) and min(lengths) == max(lengths):
-            self._buckets.append((lengths[0], None))
+            self._buckets.append((lengths[0], None, 0))
             self.positions = len(tree.tokens)
             return
         inverse_T = torch.empty(len(tree.tokens), dtype=torch.long)
-        base = 0
-        for rows in _buckets_of_like_length(lengths):
+        positions = outs = 0
+        by_hand = torch.device(device).type == "cpu" and max(lengths) <= LONGEST_BY_HAND
+        for rows in _buckets_of_like_length(lengths, [path.shared if by_hand else 0 for path in tree.paths]):
             padded = lengths[rows[0]]
+            skipped = min(tree.paths[row].shared for row in rows) if by_hand else 0
             index: list[int] = []
             for row in rows:
                 path = tree.paths[row]
                 own = slice(path.nodes[path.shared], path.nodes[-1] + 1)
-                start = base + len(index)
-                inverse_T[own] = torch.arange(start + path.shared, start + lengths[row])
+                inverse_T[own] = torch.arange(outs + path.shared - skipped, outs + lengths[row] - skipped)
                 index += [*path.nodes, *(0,) * (padded - lengths[row])]
-            base += len(index)
-            self._buckets.append((padded, torch.tensor(index).to(device)))
+                outs += padded - skipped
+            positions += len(index)
+            self._buckets.append((padded, torch.tensor(index).to(device), skipped))
         self._inverse_T = inverse_T.to(device)
-        self.positions = base
-        """Positions that attention computes, with padding and each path's shared beginning."""
+        self.positions = positions
+        """Positions that attention reads, with padding and each path's shared beginning."""
 
     def attend(
         self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         """Attends causally within each row."""
-        return self._in_buckets((query_THD, key_TKD, value_TKD), lambda q, k, v: attended(q, k, v, scaling, window))
+
+        def attend(skipped: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attended(q[:, skipped:], k, v, scaling, window)
+
+        return self._in_buckets((query_THD, key_TKD, value_TKD), attend)
 
     def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scaling: float, window: int | None) -> Tensor:
         """Attends causally within each row, with queries, keys and values in one tensor of A = H + 2 K heads."""
-        return self._in_buckets((qkv_TAD,), lambda qkv: joint_attended(qkv, kv_heads, scaling, window))
+
+        def attend(skipped: int, qkv: Tensor) -> Tensor:
+            return joint_attended(qkv, kv_heads, scaling, window, skipped)
+
+        return self._in_buckets((qkv_TAD,), attend)
 
     def _in_buckets(self, inputs: Sequence[Tensor], attend: Callable[..., Tensor]) -> Tensor:
         """Result of each bucket's padded rows, back in the order of the nodes."""
         outs = []
-        for length, index in self._buckets:
+        for length, index, skipped in self._buckets:
             rows = ((x if index is None else x.index_select(0, index)) for x in inputs)
-            outs.append(attend(*(x.reshape(-1, length, *x.shape[1:]) for x in rows)).flatten(0, 1))
+            outs.append(attend(skipped, *(x.reshape(-1, length, *x.shape[1:]) for x in rows)).flatten(0, 1))
         if self._inverse_T is None:
             return outs[0]
         return torch.cat(outs).index_select(0, self._inverse_T)
 
 
-def _buckets_of_like_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Row indices, longest first, split wherever padding would exceed a quarter of the bucket's longest row."""
+def _buckets_of_like_length(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
+    """Row indices, longest first, split wherever padding would exceed a quarter of the bucket's longest row.
+
+    Rows that share a quarter of theirs with others have buckets of their own.
+    """
     buckets: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        if buckets and lengths[row] >= 0.75 * lengths[buckets[-1][0]]:
+    shares = [4 * begun >= length for begun, length in zip(shared, lengths, strict=True)]
+    for row in sorted(range(len(lengths)), key=lambda i: (shares[i], -lengths[i])):
+        last = buckets[-1][0] if buckets else row
+        if buckets and lengths[row] >= 0.75 * lengths[last] and shares[row] == shares[last]:
             buckets[-1].append(row)
         else:
             buckets.append([row])

@@ -24,7 +24,7 @@ def token_logprobs(
     logp = x[token] - lse(x),   H = lse(x) - sum(p x),   x = logits / temperature
     dlogp/dx_v = [v = token] - p_v,   dH/dx_v = -p_v (log p_v + H)
 
-    Entropies are 0 unless asked for.
+    Entropies are 0 unless asked for. The gradient overwrites the logits, so a second pass through the graph is refused.
     """
     found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits_UV, at_N, token_N, temperature, entropy)  # type: ignore[no-untyped-call]
     return found
@@ -71,17 +71,18 @@ class _TokenLogprobs(torch.autograd.Function):
                 weight = (x + value_U[rows].view(shape)).mul_(entropy_U[rows].view(shape)).add_(weight)
             return x.exp_().mul_(weight)
 
-        grad_UV = torch.empty_like(logits_UV)
-        for rows, x_UV in _blocks(logits_UV, ctx.temperature):
-            grad_UV[rows] = of_probabilities(rows, x_UV.sub_(lse_U[rows, None]))
         if logp_N is not None:
             # Both terms of a chosen token nearly cancel: they are added in float32.
             cell_M, of_N = torch.unique(at_N * logits_UV.shape[1] + token_N, return_inverse=True)
             row_M, token_M = cell_M // logits_UV.shape[1], cell_M % logits_UV.shape[1]
             x_M = logits_UV[row_M, token_M].float() / ctx.temperature - lse_U[row_M]
             grad_M = of_probabilities(row_M, x_M).index_add_(0, of_N, logp_N / ctx.temperature)
-            grad_UV[row_M, token_M] = grad_M.to(grad_UV.dtype)
-        return grad_UV, None, None, None, None
+        # The gradient takes the place of the logits, which nobody needs any more: autograd refuses a second pass.
+        for rows, x_UV in _blocks(logits_UV, ctx.temperature):
+            logits_UV[rows] = of_probabilities(rows, x_UV.sub_(lse_U[rows, None]))
+        if logp_N is not None:
+            logits_UV[row_M, token_M] = grad_M.to(logits_UV.dtype)
+        return logits_UV, None, None, None, None
 
 
 def _blocks(logits_UV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:

@@ -17,7 +17,6 @@ PROGRAM_BYTES = 405_000_000
 """Python, torch and transformers before a model is loaded, measured; the same in engine and trainer."""
 WEIGHT_BYTES = 4  # float32, whatever the engine's
 TRAINED_BYTES = 12  # gradient and two moments
-LOGIT_COPIES = 2  # of a chunk: itself and its gradient
 SAMPLED_COPIES = 4  # float32, of the logits that a step of the engine samples from
 SPARE_KV = 2  # pools of slots grow by doubling
 PREFIX_BYTES = 256 * 2**20
@@ -115,7 +114,7 @@ def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[s
         of_token = layers * (stream + products) + of_layer
     return {
         "activations": tokens * of_token,
-        "logits": LOGIT_COPIES * min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * number_bytes,
+        "logits": min(tokens * vocabulary, max(MOST_LOGITS, vocabulary)) * number_bytes,
     }
 
 
