@@ -13,7 +13,7 @@ TEST_JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm hostile fuzz chaos growth cluster slurm images services adapters harnesses trackers newcomer tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm torchtitan hostile fuzz chaos growth cluster slurm images services adapters harnesses trackers newcomer tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -33,6 +33,12 @@ test-vllm: $(VENV)/dev-installed $(VLLM)/tried
 COOKBOOK := .venv-tinker
 test-tinker: $(VENV)/dev-installed $(COOKBOOK)/installed
 	SHOAL_COOKBOOK=$(CURDIR)/$(COOKBOOK)/packages $(BIN)/python -m pytest -v tests/tinker
+
+# torchtitan as a backend of the trainer; what it pins differs from Shoal's, so it lies beside the environment.
+TORCHTITAN := .venv-torchtitan
+torchtitan: $(VENV)/dev-installed
+	test -d $(TORCHTITAN) || $(PIP) --no-deps --target $(TORCHTITAN) torchtitan==0.3.0 spmd_types triton tyro typeguard shtab docstring_parser
+	SHOAL_TORCHTITAN=$(CURDIR)/$(TORCHTITAN) $(BIN)/python -m pytest -v tests/trainer/test_train_torchtitan.py
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py
@@ -62,11 +68,14 @@ slurm: $(VENV)/dev-installed
 	@command -v slurmctld >/dev/null || { apt-get update -q && apt-get install -qy --no-install-recommends slurm-wlm munge; }
 	$(BIN)/shoal bench slurm --json
 
-# The images of roles, where Docker is at hand; elsewhere their files are only linted.
+# The images of roles, where Docker is at hand; elsewhere their files are only linted. BUILDER=buildah or podman builds that of
+# CPUs without Docker; BUILD_ARGS are more arguments of it.
 images: $(VENV)/dev-installed
 	@if docker info >/dev/null 2>&1; then \
 		docker build -f containers/Dockerfile --build-arg TORCH_INDEX="$(TORCH_INDEX)" -t shoal:cpu . \
 		&& docker build -f containers/Dockerfile.cuda -t shoal:cuda . && docker run --rm shoal:cpu --help >/dev/null; \
+	elif test -n "$(BUILDER)"; then \
+		$(BUILDER) build $(BUILD_ARGS) -f containers/Dockerfile --build-arg TORCH_INDEX="$(TORCH_INDEX)" -t shoal:cpu .; \
 	else $(BIN)/hadolint containers/Dockerfile containers/Dockerfile.cuda deploy/Dockerfile; fi
 
 services: $(VENV)/dev-installed

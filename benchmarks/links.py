@@ -1,12 +1,12 @@
 """An engine of another host answers for a run over a link of 50 Mbit/s and 100 ms, and over one without limits.
 
-The engine's host has namespaces of its own (`benchmarks.hosts`). SmolLM2 learns sums on this host, and each Version
-goes to the engine as a difference, but for the first one: it comes whole, because the model's own file has
-float32. Figures are means over the steps after it.
+The engine's host has namespaces of its own (`benchmarks.hosts`). SmolLM2 learns sums on this host. Its file has
+bfloat16, as checkpoints of models have, so the engine that has pulled it gets each Version as a difference to it.
+Figures are means over the steps from the first on, in which the engine starts on nothing, and over later ones.
 
-busy             share of the time in which the engine computes
-busy_with_first  the same over all steps but the first one
-busy_share       `busy` over the slow link, over that over the other
+busy             share of the time in which the engine computes, over all steps but the first one
+busy_later       the same after `FIRST_STEPS` steps
+busy_share       `busy` over the slow link, over that over the other; `busy_share_later` of `busy_later`
 staleness_max    largest staleness of what was trained
 load_s           seconds from the end of a Version's file until the engine computes with it
 full_s           seconds that a whole Version of `full_bytes` would need on the slow link
@@ -14,6 +14,7 @@ full_s           seconds that a whole Version of `full_bytes` would need on the 
 
 import json
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,18 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from safetensors.torch import load_file, save_file
+
 from benchmarks import Report, child_environment, say
 from benchmarks.hosts import HEAD, UNSHARED, Namespaces, can_isolate
 from benchmarks.slow_link import SlowLink
 from shoal.config import to_toml
 from shoal.errors import ShoalError
+from shoal.model.gguf import SMOLLM2
+from shoal.model.renderer_loading import local_directory
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.run.demo import real_config
+from shoal.weights.store import FILE
 
 RATE_BIT_PER_S, ROUND_TRIP_S = 50e6, 0.1
 STEPS, QUICK_STEPS, FIRST_STEPS, GROUPS = 12, 8, 4, 3
@@ -65,6 +71,7 @@ def measure(quick: bool) -> Report:
         "round_trip_ms": ROUND_TRIP_S * 1e3,
         "steps": steps,
         "busy_share": found["slow"]["busy"] / found["direct"]["busy"],
+        "busy_share_later": found["slow"]["busy_later"] / found["direct"]["busy_later"],
         **found,
         "full_bytes": full_bytes,
         "full_s": 8 * full_bytes / RATE_BIT_PER_S,
@@ -84,7 +91,8 @@ def main(name: str, steps: int) -> Report:
         hosts = (FarHosts if name == "slow" else Namespaces)(lambda _: ["env", f"{TOKEN_VARIABLE}={token}", *words])
         hosts.add()
         overrides = [f"train.steps={steps}", f"train.groups_per_step={GROUPS}", "eval.questions=4", "engine.count=0"]
-        config = real_config(run_dir, 0, [*overrides, f"cluster.listen={listen}"])
+        model = _in_bfloat16(local_directory(SMOLLM2), Path(folder) / "model")
+        config = real_config(run_dir, 0, [*overrides, f"cluster.listen={listen}", f"model.path={model}"])
         file = run_dir.with_suffix(".toml")
         file.write_text(to_toml(config))
         command = [sys.executable, "-m", "shoal.cli", "train", str(file), "--json"]
@@ -96,11 +104,19 @@ def main(name: str, steps: int) -> Report:
         return _figures([one for one in records if one["kind"] == "step"], run_dir)
 
 
+def _in_bfloat16(model_dir: Path, target: Path) -> Path:
+    """Copy of a model whose file has bfloat16."""
+    shutil.copytree(model_dir, target, ignore=shutil.ignore_patterns("*.safetensors"))
+    tensors = {name: one.bfloat16() for name, one in load_file(model_dir / FILE).items()}
+    save_file(tensors, target / FILE, metadata={"format": "pt"})
+    return target
+
+
 def _figures(steps: list[dict[str, Any]], run_dir: Path) -> Report:
     later = steps[FIRST_STEPS:]
     return {
-        "busy": fmean(one["engine_busy"] for one in later),
-        "busy_with_first": fmean(one["engine_busy"] for one in steps[1:]),
+        "busy": fmean(one["engine_busy"] for one in steps[1:]),
+        "busy_later": fmean(one["engine_busy"] for one in later),
         "trainer_busy": fmean(one["trainer_busy"] for one in later),
         "staleness_max": max(one["staleness_max"] for one in steps),
         "load_s": fmean(one["load_s"] for one in later),

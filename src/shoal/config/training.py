@@ -209,9 +209,10 @@ class TrainConfig(Section):
         1, ge=1, le=1024, description="Processes that train together, weights and moments sharded; on GPUs one each."
     )
 
-    experts: Literal["sharded", "parallel"] = Field(
+    experts: Literal["sharded", "parallel", "torchtitan"] = Field(
         "sharded",
-        description="Experts of a mixture over the ranks: gathered for each layer, or kept apart while tokens travel.",
+        description="Experts of a mixture over the ranks: gathered for each layer, or kept apart while tokens travel; "
+        "with torchtitan its model and its expert parallelism.",
     )
 
     @property

@@ -7,6 +7,7 @@ experts again.
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,9 @@ from transformers.core_model_loading import (
 
 @torch.no_grad()
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a whole model as `save_pretrained` names and splits them."""
+    """Tensors of a whole model as `save_pretrained` names and splits them, or as the model itself says."""
+    if (named := getattr(model, "checkpoint_tensors", None)) is not None:
+        return cast("dict[str, Tensor]", named(tensors))
     return dict(revert_weight_conversion(model, dict(tensors)))
 
 

@@ -5,6 +5,7 @@ Slices of a float32 checkpoint on a CPU are views of the mapped file: they take 
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 
-from shoal.config.training import LoRAConfig
-from shoal.errors import ModelError
+from shoal.config import ModelConfig
+from shoal.config.training import LoRAConfig, TrainConfig
+from shoal.errors import ConfigError, ModelError
 from shoal.model import checkpoint_names
 from shoal.model.loading import Checkpointing, checkpoint_layers, empty_model, load_model, refuse_different
 from shoal.model.tensor_files import FILE, INDEX, TensorFiles
@@ -21,6 +23,24 @@ from shoal.trainer.ranks import Ranks, own_rows, rows_here
 from shoal.trainer.weight_files import add_adapters
 
 PROBED_TOKENS = 16
+
+
+def trained_model(
+    path: Path | str, model: ModelConfig, train: TrainConfig, ranks: Ranks, device: str
+) -> PreTrainedModel:
+    """Model that the ranks train, sharded over them, of the backend that the config says.
+
+    All ranks call it. Raises `ModelError` and `ConfigError`.
+    """
+    if train.experts != "torchtitan":
+        return loaded(path, ranks, device, train.lora, gradient_checkpointing=model.gradient_checkpointing)
+    if train.lora.rank or train.router_replay or model.gradient_checkpointing:
+        raise ConfigError(
+            "train.experts: expected torchtitan without train.lora, train.router_replay or model.gradient_checkpointing"
+        )
+    from shoal.trainer.torchtitan import TitanModel
+
+    return cast("PreTrainedModel", TitanModel(path, ranks, device))
 
 
 def loaded(

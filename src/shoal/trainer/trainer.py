@@ -31,7 +31,7 @@ from shoal.trainer.optim import Optimizer, Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Packer, Share, Size
 from shoal.trainer.ranks import ALONE, Ranks
 from shoal.trainer.row_files import RowLayout, Rows, rows_of, write_rows
-from shoal.trainer.sharded_start import loaded
+from shoal.trainer.sharded_start import loaded, trained_model
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
 from shoal.trainer.token_numbers import TokenNumbers
@@ -86,13 +86,13 @@ class Trainer:
         """
         self.device = resolve_device(model.device)
         ranks = self._ranks = replace(ranks, experts_apart=train.experts == "parallel")
-        self.model = loaded(path, ranks, self.device, train.lora, gradient_checkpointing=model.gradient_checkpointing)
+        self.model = trained_model(path, model, train, ranks, self.device)
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
             on_gpu=self.device.startswith("cuda")
         )
         self._dtype = DTYPES[model.dtype]
         self._config = train
-        self._by_hand = ranks.count == 1 and not model.gradient_checkpointing
+        self._by_hand = ranks.count == 1 and not model.gradient_checkpointing and train.experts != "torchtitan"
         self._forward = fastest_forward(self.model, self._dtype) if self._by_hand else self.model
         self._temperature = temperature
         if packing.loss_mean(train) == "budget" and max_tokens is None:

@@ -1,0 +1,64 @@
+"""torchtitan behind the messages of every trainer: two ranks with half of the experts each train what one rank does."""
+
+import asyncio
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train_expert_parallel import KINDS, LR, config, rows
+
+from engine_models import saved
+from shoal.errors import TrainerError
+from shoal.trainer.messages import StepStats
+from shoal.trainer.worker import TrainerProcess, local_ranks
+
+PACKAGES = os.environ.get("SHOAL_TORCHTITAN", "")
+pytestmark = pytest.mark.skipif(not PACKAGES, reason="needs torchtitan beside the environment: make torchtitan")
+FILES = ("model.safetensors", "optimizer.safetensors", "version/model.safetensors")
+CLOSE = ("loss", "grad_norm", "update_norm", "entropy", "ratio_mean")
+
+
+async def course(model: Path, out: Path, ranks: int, experts: str) -> list[StepStats]:
+    """Two steps, the second one after a checkpoint was loaded."""
+    (out / "version").mkdir(parents=True)
+    async with local_ranks(out / "log", ranks, ranks) as started:
+        trainer = TrainerProcess(started)
+        await trainer.start(model, config(ranks, experts), ranks)
+        stats = [await trainer.step(rows(0), 4)]
+        await trainer.save(out)
+        await trainer.step(rows(2), 4)
+        await trainer.load(out)
+        stats.append(await trainer.step(rows(1), 4))
+        await trainer.write_version(out / FILES[2])
+    return stats
+
+
+@pytest.mark.timeout(900)
+def test_torchtitan_s_experts_apart_train_what_they_do_on_one_rank_and_about_what_shoal_s_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_model_dir: Path
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", PACKAGES)
+    settings = {**KINDS["Qwen3Moe"], "norm_topk_prob": True, "head_dim": 16, "moe_intermediate_size": 32}
+    mixture = saved("Qwen3Moe", tmp_path / "mixture", **settings)
+    courses = {"two": (2, "torchtitan"), "one": (1, "torchtitan"), "own": (1, "sharded")}
+    found = {name: asyncio.run(course(mixture, tmp_path / name, *how)) for name, how in courses.items()}
+    for step in range(2):
+        two, one, own = (asdict(found[name][step]) for name in ("two", "one", "own"))
+        for field in CLOSE:
+            # Experts are in bfloat16, and Adam's first steps are as large whatever the sign of a gradient near 0.
+            assert two[field] == pytest.approx(one[field], rel=2e-2 if step else 2e-3, abs=1e-4), (step, field)
+            assert one[field] == pytest.approx(own[field], rel=0.1, abs=0.02), (step, field, "experts are in bfloat16")
+    for file in FILES:
+        alone, apart = (load_file(tmp_path / name / file) for name in ("one", "two"))
+        assert apart.keys() == alone.keys()
+        off = [(apart[name].float() - one.float()).abs().flatten() for name, one in alone.items()]
+        assert float(torch.cat(off).mean()) < 0.1 * LR, file
+    versions = [load_file(tmp_path / name / FILES[2]) for name in ("two", "own")]
+    assert {name: one.shape for name, one in versions[0].items()} == {n: one.shape for n, one in versions[1].items()}
+    off = [(versions[0][name] - one).abs().flatten() for name, one in versions[1].items()]
+    assert float(torch.cat(off).mean()) < LR
+    with pytest.raises(TrainerError, match=r"train\.experts: expected a model with model_type 'qwen3_moe'"):
+        asyncio.run(course(tiny_model_dir, tmp_path / "other", 1, "torchtitan"))
