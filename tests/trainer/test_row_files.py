@@ -97,6 +97,10 @@ def test_ranks_without_a_directory_in_common_write_the_bytes_of_one_rank(tiny_mo
         rows = [written_by_host(tmp_path / f"host-{index}" / case / FILE) for index in range(RANKS)]
         assert sum(rows) == (wanted / FILE).stat().st_size, "no byte is written twice, and none is left out"
         assert max(rows) < 0.75 * sum(rows), case
+    half = len(CASES)  # of which one rank has sent its rows when the other one is killed
+    shutil.copy(tmp_path / "host-0" / "dense" / FILE, store.begin(half))
+    assert (store.kept(half), store.directory_of(half).exists()) == (None, False)
+    assert list(store.begin(half).iterdir()) == [], "the next gang begins it anew"
 
 
 def written_by_host(file: Path) -> int:
