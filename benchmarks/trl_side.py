@@ -35,7 +35,7 @@ class TrlRun(msgspec.Struct, frozen=True):
     ends: bool
     """Whether answers may end before `max_tokens`."""
     precision: str
-    """`float32`; `mixed` is TRL's `bf16` with float32 weights; with `bfloat16` the weights are, too."""
+    """`float32`, or `mixed`, which is TRL's `bf16` with float32 weights."""
     limit_s: float
     """After which no further step is begun, though at least one is measured."""
 
@@ -77,9 +77,7 @@ def measured(run: TrlRun) -> TrlFigures:
 
     questions = run.steps * run.completions_per_step // GROUP_SIZE
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(
-            run.model_dir, dtype=torch.bfloat16 if run.precision == "bfloat16" else torch.float32
-        ),
+        model=AutoModelForCausalLM.from_pretrained(run.model_dir, dtype=torch.float32),
         processing_class=PreTrainedTokenizerFast.from_pretrained(run.model_dir),
         reward_funcs=reward,
         train_dataset=Dataset.from_list(
