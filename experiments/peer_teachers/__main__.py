@@ -1,4 +1,4 @@
-"""`python -m experiments.peer_teachers [--quick] [--only KEY] [--cells N] [--results D]`: see claim.md."""
+"""`python -m experiments.peer_teachers [--real] [--quick] [--only KEY] [--cells N] [--results D]`: see claim.md."""
 
 import argparse
 import asyncio
@@ -15,6 +15,7 @@ import torch
 from experiments.grid import Record, complete, finished
 from experiments.peer_teachers.nodes import Condition, run_nodes, specialist_model
 from experiments.peer_teachers.picture import draw, table
+from experiments.peer_teachers.together import run_together
 from experiments.sapo.node import Scale
 
 HERE = Path(__file__).parent
@@ -27,8 +28,12 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--only")
     parser.add_argument("--cells", type=int, help="how many of the missing cells to run now")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--real", action="store_true", help="`shoal train` processes, and results in a folder beside")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args(arguments)
+    run = run_nodes if options.real else run_together
+    if options.real:
+        options.results /= "real"
     torch.set_num_threads(1)
     plan = tomllib.loads((HERE / "experiment.toml").read_text())
     full = Scale(3, plan["steps"], plan["each"], questions=plan["questions"], every=plan["every_steps"])
@@ -46,9 +51,7 @@ def main(arguments: list[str]) -> None:
             folder = Path(made) / key.replace(":", "-")
             folder.mkdir()
             try:
-                return asyncio.run(
-                    run_nodes(folder, models, Condition(**plan["conditions"][condition]), int(seed), scale)
-                )
+                return asyncio.run(run(folder, models, Condition(**plan["conditions"][condition]), int(seed), scale))
             finally:
                 shutil.rmtree(folder)
 
