@@ -30,6 +30,9 @@ from hypothesis import settings  # noqa: E402
 settings.register_profile("shoal", deadline=None, max_examples=50)
 settings.load_profile("shoal")
 
+OPTIONAL = ("gpu", "vllm", "torchtitan", "cookbook", "harness", "trackers")
+"""Marks of tests that may be skipped: they need a device, or an environment of their own."""
+
 TINY_CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_`abcdefghijklmnopqrstuvwxyz{|}~"
 TINY_SPECIALS = ("<pad>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 TINY_TEMPLATE = (
@@ -121,7 +124,7 @@ def skips_fail() -> bool:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
-    optional = any(item.get_closest_marker(name) for name in ("gpu", "vllm", "cookbook", "harness", "trackers"))
+    optional = any(item.get_closest_marker(name) for name in OPTIONAL)
     if report.skipped and skips_fail() and not optional:
         report.outcome = "failed"
         report.longrepr = f"skipped, which is a failure under CI=true: {report.longrepr}"

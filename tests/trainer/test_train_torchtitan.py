@@ -16,7 +16,10 @@ from shoal.trainer.messages import StepStats
 from shoal.trainer.worker import TrainerProcess, local_ranks
 
 PACKAGES = os.environ.get("SHOAL_TORCHTITAN", "")
-pytestmark = pytest.mark.skipif(not PACKAGES, reason="needs torchtitan beside the environment: make torchtitan")
+pytestmark = [
+    pytest.mark.torchtitan,
+    pytest.mark.skipif(not PACKAGES, reason="needs torchtitan beside the environment: make torchtitan"),
+]
 FILES = ("model.safetensors", "optimizer.safetensors", "version/model.safetensors")
 CLOSE = ("loss", "grad_norm", "update_norm", "entropy", "ratio_mean")
 
