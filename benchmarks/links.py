@@ -2,7 +2,7 @@
 
 The engine's host has namespaces of its own (`benchmarks.hosts`). SmolLM2 learns sums on this host. Its file has
 bfloat16, as checkpoints of models have, so the engine that has pulled it gets each Version as a difference to it.
-Figures are means over the steps from the first on, in which the engine starts on nothing, and over later ones.
+Shares are of the time after the first step, in which the engine starts on nothing, and of the time after later ones.
 
 busy             share of the time in which the engine computes, over all steps but the first one
 busy_later       the same after `FIRST_STEPS` steps
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -115,14 +116,21 @@ def _in_bfloat16(model_dir: Path, target: Path) -> Path:
 def _figures(steps: list[dict[str, Any]], run_dir: Path) -> Report:
     later = steps[FIRST_STEPS:]
     return {
-        "busy": fmean(one["engine_busy"] for one in steps[1:]),
-        "busy_later": fmean(one["engine_busy"] for one in later),
-        "trainer_busy": fmean(one["trainer_busy"] for one in later),
+        "busy": _busy(steps, "engine_busy", 1),
+        "busy_later": _busy(steps, "engine_busy", FIRST_STEPS),
+        "trainer_busy": _busy(steps, "trainer_busy", FIRST_STEPS),
         "staleness_max": max(one["staleness_max"] for one in steps),
         "load_s": fmean(one["load_s"] for one in later),
         "step_s": (later[-1]["time_s"] - steps[FIRST_STEPS - 1]["time_s"]) / len(later),
         "full_bytes": sum(file.stat().st_size for file in (run_dir / "model").glob("*.safetensors")),
     }
+
+
+def _busy(steps: list[dict[str, Any]], name: str, first: int) -> float:
+    """Share of the time since step `first`; each step tells the share of its own time, and steps last 1 s to 10 s."""
+    took = [float(one["time_s"] - before["time_s"]) for before, one in pairwise(steps[first - 1 :])]
+    busy_s = [float(one[name]) * s for one, s in zip(steps[first:], took, strict=True)]
+    return sum(busy_s) / sum(took)
 
 
 if __name__ == "__main__":
