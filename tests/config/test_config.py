@@ -113,6 +113,10 @@ def test_every_section_says_what_it_is_about() -> None:
             "'mask_tokens': both would still train the tokens that it masks",
         ),
         (
+            "swarm={external_groups = 2, round_offers = 3}",
+            "swarm.wait_s: expected more than 0 with swarm.round_offers, whose steps wait for a round, got 0",
+        ),
+        (
             'swarm={external_groups = 2, credit = "skill"}',
             "swarm.credit: expected 'group' with train.advantage = 'gae', whose advantages are the critic's, got "
             "'skill'",

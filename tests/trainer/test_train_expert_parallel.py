@@ -37,9 +37,9 @@ def rows(seed: int) -> list[tuple[Sample, ...]]:
     return [tuple(group) for group in groups(seed)]
 
 
-async def course(trainer: TrainerProcess, model: Path, experts: str, out: Path) -> list[StepStats]:
+async def course(trainer: TrainerProcess, model: Path, experts: str, out: Path, ranks: int = 2) -> list[StepStats]:
     """Two steps, the second one after a checkpoint was loaded."""
-    await trainer.start(model, config(2, experts), 2)
+    await trainer.start(model, config(ranks, experts), ranks)
     stats = [await trainer.step(rows(0), 4)]
     await trainer.save(out)
     await trainer.step(rows(2), 4)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_expert_parallel import KINDS, LR, config, rows
+from test_train_expert_parallel import FILES, KINDS, LR, course
 
 from engine_models import saved
 from shoal.errors import TrainerError
@@ -20,23 +20,13 @@ pytestmark = [
     pytest.mark.torchtitan,
     pytest.mark.skipif(not PACKAGES, reason="needs torchtitan beside the environment: make torchtitan"),
 ]
-FILES = ("model.safetensors", "optimizer.safetensors", "version/model.safetensors")
 CLOSE = ("loss", "grad_norm", "update_norm", "entropy", "ratio_mean")
 
 
-async def course(model: Path, out: Path, ranks: int, experts: str) -> list[StepStats]:
-    """Two steps, the second one after a checkpoint was loaded."""
-    (out / "version").mkdir(parents=True)
+async def taken(model: Path, out: Path, ranks: int, experts: str) -> list[StepStats]:
+    """The course of the experts' test, on so many ranks."""
     async with local_ranks(out / "log", ranks, ranks) as started:
-        trainer = TrainerProcess(started)
-        await trainer.start(model, config(ranks, experts), ranks)
-        stats = [await trainer.step(rows(0), 4)]
-        await trainer.save(out)
-        await trainer.step(rows(2), 4)
-        await trainer.load(out)
-        stats.append(await trainer.step(rows(1), 4))
-        await trainer.write_version(out / FILES[2])
-    return stats
+        return await course(TrainerProcess(started), model, experts, out, ranks)
 
 
 @pytest.mark.timeout(900)
@@ -47,7 +37,9 @@ def test_torchtitan_s_experts_apart_train_what_they_do_on_one_rank_and_about_wha
     settings = {**KINDS["Qwen3Moe"], "norm_topk_prob": True, "head_dim": 16, "moe_intermediate_size": 32}
     mixture = saved("Qwen3Moe", tmp_path / "mixture", **settings)
     courses = {"two": (2, "torchtitan"), "one": (1, "torchtitan"), "own": (1, "sharded")}
-    found = {name: asyncio.run(course(mixture, tmp_path / name, *how)) for name, how in courses.items()}
+    for name in (*courses, "other"):
+        (tmp_path / name).mkdir()
+    found = {name: asyncio.run(taken(mixture, tmp_path / name, *how)) for name, how in courses.items()}
     for step in range(2):
         two, one, own = (asdict(found[name][step]) for name in ("two", "one", "own"))
         for field in CLOSE:
@@ -64,4 +56,4 @@ def test_torchtitan_s_experts_apart_train_what_they_do_on_one_rank_and_about_wha
     off = [(versions[0][name] - one).abs().flatten() for name, one in versions[1].items()]
     assert float(torch.cat(off).mean()) < LR
     with pytest.raises(TrainerError, match=r"train\.experts: expected a model with model_type 'qwen3_moe'"):
-        asyncio.run(course(tiny_model_dir, tmp_path / "other", 1, "torchtitan"))
+        asyncio.run(taken(tiny_model_dir, tmp_path / "other", 1, "torchtitan"))

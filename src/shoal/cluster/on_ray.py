@@ -73,10 +73,13 @@ def started(plan: RayPlan, token: str, on_given_up: Callable[[str], None]) -> It
                 command = [sys.executable, "-c", "from shoal.cluster.on_ray import drive; drive()"]
                 pipe = subprocess.PIPE
                 running[:] = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log)]
-            for line in running[0].stdout or ():
-                if line.startswith(GIVEN_UP.encode()):
-                    on_given_up(line.decode(errors="replace").removeprefix(GIVEN_UP).strip())
-            running[0].wait()
+                for line in running[0].stdout or ():
+                    if line.startswith(GIVEN_UP.encode()):
+                        on_given_up(line.decode(errors="replace").removeprefix(GIVEN_UP).strip())
+                    else:  # Ray prints there, too
+                        log.write(line)
+                        log.flush()
+                running[0].wait()
             done.wait(AGAIN_S)
 
     keeping = threading.Thread(target=keep, name="Ray driver", daemon=True)

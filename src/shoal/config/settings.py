@@ -321,8 +321,10 @@ def _in_training(config: Config) -> Iterator[str]:
 
 
 def _in_advantages(config: Config) -> Iterator[str]:
-    """Complaints about settings that advantages made late, of a critic or after a penalty, cannot go with."""
+    """Complaints about groups of peers, and about advantages made late: of a critic, or after a penalty."""
     train, swarm = config.train, config.swarm
+    if swarm.round_offers and not swarm.wait_s:
+        yield "swarm.wait_s: expected more than 0 with swarm.round_offers, whose steps wait for a round, got 0"
     late = {"gae": "are the critic's"}
     if train.kl.coefficient > 0 and train.kl.where == "reward":
         late["batch"] = "come after the KL penalty"
