@@ -24,7 +24,7 @@ from pathlib import Path
 RESULTS = Path(__file__).with_name("results.jsonl")
 CAMPAIGN_S = 300.0
 """Of one seed; a new one has another configuration."""
-QUICK_FAULTS = 40
+QUICK_FAULTS = 20
 SUMMED = ("faults", "resumed", "lost", "doubled", "stale", "standstills", "unnamed", "inexact", "steps", "groups")
 
 

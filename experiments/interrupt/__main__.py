@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     plan = tomllib.loads((HERE / "experiment.toml").read_text())
     if options.quick:
-        plan["seeds"] = [0]
+        plan["seeds"], plan["updates"] = [0], ["recompute", "drain"]
     keys = [f"{update}/{seed}" for seed in plan["seeds"] for update in plan["updates"]]
 
     def measure(key: str) -> Record:
