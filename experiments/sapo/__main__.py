@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from experiments.grid import Record, complete, finished
+from experiments.sapo.controls import beside_controls, draw_controls, processor_table
 from experiments.sapo.node import Scale, run_cell
 from experiments.sapo.warm import warm_model
 from experiments.sapo_stacked.picture import draw
@@ -65,9 +66,12 @@ def main(arguments: list[str]) -> None:
     cells = summary(runs)
     options.results.mkdir(parents=True, exist_ok=True)
     (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
-    (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(runs))
+    beside = beside_controls(runs, [(cell, control) for cell, control in plan["beside"]])
+    tables = [table(cells), comparisons(runs), beside, processor_table(runs)]
+    (options.results / "results.md").write_text("\n".join(tables))
     if runs:
         draw(options.results, runs)
+        draw_controls(options.results / "controls.png", runs)
     if failed:
         sys.exit(f"failed: {', '.join(failed)}; logs are in {options.results / 'failed'}")
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -14,13 +15,15 @@ from pydantic import JsonValue
 from experiments.grid import Record
 from experiments.sapo_stacked.questions import SETTINGS, SHORTER
 from shoal.config import Config, TaskConfig, parse, to_toml
-from shoal.errors import ChildDied
+from shoal.errors import ChildDied, ConfigError
 from shoal.experience.audit import audit
 from shoal.net.process import PARENT
 from shoal.observe.metrics import read_records
 from shoal.swarm.server import NatsServer, ServerOptions
 
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+CONTROLS = ("same", "shuffled", "chance")
+"""Names after a cell's, as in 4/4-same: see control.py."""
 START_APART_S = 2.0
 """Seconds between two starts: what is imported once is in memory for the next."""
 WAIT_S = 600.0
@@ -101,31 +104,45 @@ def swarm_settings(server: str, own: int, external: int, scale: Scale) -> dict[s
 
 
 async def run_cell(folder: Path, model: Path, cell: str, seed: int, scale: Scale) -> Record:
-    """All nodes of a cell at once; the record has the form of the stacked simulation's."""
-    runs = [folder / f"node-{i}" for i in range(scale.nodes)]
+    """All nodes of a cell at once; the record has the form of the stacked simulation's, and seconds of processor."""
+    runs, (split, _, control) = [folder / f"node-{i}" for i in range(scale.nodes)], cell.partition("-")
+    if control not in ("", *CONTROLS):
+        raise ConfigError(f"expected a control of {', '.join(CONTROLS)}, got {control!r}")
     async with AsyncExitStack() as stack:
         url = ""
-        if not cell.endswith("/0"):
+        if not split.endswith("/0"):
             url = (await stack.enter_async_context(NatsServer(ServerOptions(folder / "server")))).url
-        await train_all(node_config(run, model, cell, 1000 * seed + i, scale, url) for i, run in enumerate(runs))
-    return record_of(runs, int(cell.partition("/")[0]), scale.rounds)
+        configs = (node_config(run, model, split, 1000 * seed + i, scale, url) for i, run in enumerate(runs))
+        before_s = processor_s()
+        await train_all(configs, control)
+        used_s = processor_s() - before_s
+    return {**record_of(runs, int(split.partition("/")[0]), scale.rounds), "processor_s": round(used_s, 1)}
 
 
-async def train_all(configs: Iterable[Config]) -> None:
+def processor_s() -> float:
+    """Seconds of processor of the processes that have ended, and of theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+async def train_all(configs: Iterable[Config], control: str = "") -> None:
     """Trains nodes at once, each to its end; the first that fails ends the others. Raises `ChildDied`, in a group."""
     async with asyncio.TaskGroup() as group:
         for config in configs:
             path = Path(f"{config.run_dir}.toml")
             await asyncio.to_thread(path.write_text, to_toml(config))
-            group.create_task(_train(path))
+            group.create_task(_train(path, control))
             await asyncio.sleep(START_APART_S)
 
 
-async def _train(config: Path) -> None:
+async def _train(config: Path, control: str) -> None:
     """One node, to its end. Raises `ChildDied`."""
+    command = ["-c", MAIN, "train", str(config), "--json"]
+    if control:
+        command = ["-m", "experiments.sapo.control", str(config), control]
     with config.with_suffix(".log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", MAIN, "train", str(config), "--json"),
+            *(sys.executable, *command),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,

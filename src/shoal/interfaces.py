@@ -250,6 +250,10 @@ class Attachments(Protocol):
         """The bytes kept under a digest; None where they are missing or too many. Raises `ExchangeUnavailable`."""
 
 
+class WholeExchange(Exchange, Attachments, Protocol):
+    """Carries frames and attachments: all that a training run needs of a swarm's transport."""
+
+
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
 """Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""
 

@@ -1,12 +1,26 @@
 """The figures of `make sapo` come from the runs that are there, and a cell that fails ends nothing but itself."""
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from pydantic import JsonValue
 
 from experiments.sapo.__main__ import HERE, main
+from experiments.sapo.control import ByChance, Misfits
+from experiments.sapo.node import Scale, run_cell, task_configs
+from shoal import wire
+from shoal.config import parse
+from shoal.errors import ConfigError
+from shoal.net.identity import Identity
+from shoal.swarm.envelope import Kind, Signer, is_genuine, opened, payload_of
+from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.tasks.library import Library
+from shoal.types import Split
+from until import until
 
 
 def test_tables_and_figures_come_from_runs_whose_logs_all_passed_the_audit(tmp_path: Path) -> None:
@@ -25,3 +39,52 @@ def test_a_cell_that_fails_is_named_and_is_in_no_table(tmp_path: Path) -> None:
         main(["--quick", "--only", "rarest:0/1:0", "--results", str(tmp_path)])
     assert ":0/1" not in (tmp_path / "results.md").read_text()
     assert not (tmp_path / "runs.jsonl").exists()
+
+
+async def collected(exchange: Misfits, count: int) -> list[bytes]:
+    """The first `count` frames."""
+    frames: list[bytes] = []
+    while len(frames) < count:
+        frames += await exchange.receive(count)
+    return frames
+
+
+def test_shuffled_answers_come_with_another_question_under_a_signature_that_holds(tmp_path: Path) -> None:
+    peers = [Identity.fresh() for _ in range(2)]
+    settings: dict[str, JsonValue] = {"run_dir": str(tmp_path / "run"), "tasks": [{"name": "gcd"}]}
+
+    async def received() -> list[bytes]:
+        async with NatsServer(ServerOptions(tmp_path / "server")) as server:
+            config = parse({**settings, "swarm": {"servers": [server.url]}})
+            async with Misfits(config) as exchange, asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+                hearing = tasks.create_task(collected(exchange, 3))
+                await until(lambda: exchange.connected)
+                own = Identity.load(tmp_path / "run" / "swarm" / "identity.pem")
+                for author, text in zip([own, *peers], "012", strict=True):
+                    claim = Claim("gcd", f"question {text}", text)
+                    payload = wire.encode(Offer(claim, (OfferedRollout(text),), GeneratorKind.TRAINING, "m", 1.0))
+                    frame = Signer(author, config.swarm.name, 1).frame(Kind.OFFER, payload, 1.0)
+                    await exchange.publish(Kind.OFFER, author.peer_id, frame)
+        return hearing.result()
+
+    envelopes = {frame: opened(frame) for frame in asyncio.run(received())}
+    assert all(is_genuine(frame, envelope) for frame, envelope in envelopes.items())
+    offers = [wire.decode(payload_of(envelope), Offer) for envelope in envelopes.values()]
+    assert [(one.claim.truth, one.rollouts[0].text) for one in offers] == [("0", "0"), ("1", "2"), ("2", "1")]
+
+
+def test_specialties_by_chance_are_drawn_alike_for_a_seed_and_otherwise_for_another() -> None:
+    with Library(task_configs(), 0) as library:
+        names = [
+            [ByChance(library.services, seed).draw(Split.TRAIN, index).service for index in range(40)]
+            for seed in (1, 2, 1)
+        ]
+        held_out = [ByChance(library.services, 1).draw(Split.EVAL, index).service for index in range(9)]
+    assert names[0] == names[2] != names[1]
+    assert set(names[0]) == set(held_out)
+    assert len(set(held_out)) == 9
+
+
+def test_a_control_of_another_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="same, shuffled, chance"):
+        asyncio.run(run_cell(tmp_path, tmp_path, "4/4-shufled", 0, Scale()))

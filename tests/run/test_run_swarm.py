@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 
 from shoal import wire
-from shoal.config import parse
+from shoal.config import load, parse
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
 from shoal.net.identity import Identity
-from shoal.run.training import run_training
+from shoal.run.plan import prepare
+from shoal.run.training import run_training, train
 from shoal.swarm.envelope import Kind, Signer
+from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
@@ -173,6 +175,17 @@ def test_a_swarm_whose_servers_are_all_away_leaves_the_node_alone(config: Path) 
     assert outcome["steps"] == 4
     assert sum(step["external_missing"] for step in steps_of(config.parent / "run")) == 12
     assert audit(config.parent / "run").ok
+
+
+def test_a_run_takes_groups_of_a_swarm_in_memory(config: Path) -> None:
+    hub, peer, run = MemorySwarm(), Identity.fresh(), config.parent / "run"
+    settings = load(config, [f'run_dir="{run}"', "train.steps=1", "swarm.external_groups=1", "swarm.wait_s=60"])
+    signer = Signer(peer, settings.swarm.name, session=1)
+    for payload in GOOD[:4]:
+        hub.put(Kind.OFFER, peer.peer_id, signer.frame(Kind.OFFER, payload, time.time()))
+    with prepare(settings) as prepared:
+        asyncio.run(train(settings, prepared, exchange=hub.join()))
+    assert [step["external"] for step in steps_of(run)] == [1]
 
 
 @pytest.mark.parametrize(

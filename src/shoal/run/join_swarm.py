@@ -11,7 +11,7 @@ from shoal.config import Config
 from shoal.config.urls import checked_url
 from shoal.errors import ConfigError
 from shoal.experience.log import external_groups, snapshot
-from shoal.interfaces import Environment, Scorer
+from shoal.interfaces import Environment, Scorer, WholeExchange
 from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serve_app
 from shoal.reward.service import RewardService
@@ -43,16 +43,19 @@ MOST_REMEMBERED = 16_384
 
 
 @asynccontextmanager
-async def _joined(config: Config, folder: Path, services: Sequence[Environment]) -> AsyncIterator[Joined]:
+async def _joined(
+    config: Config, folder: Path, services: Sequence[Environment], exchange: WholeExchange | None = None
+) -> AsyncIterator[Joined]:
     """Opens the exchange, the tasks and the key of a peer; its files are under `folder`. Raises a `ShoalError`."""
     folder /= FOLDER
     async with AsyncExitStack() as stack:
-        if not config.swarm.servers:
-            raise ConfigError("swarm.servers: expected at least one URL to join at, got none")
-        from shoal.swarm.nats import NatsExchange
+        if exchange is None:
+            if not config.swarm.servers:
+                raise ConfigError("swarm.servers: expected at least one URL to join at, got none")
+            from shoal.swarm.nats import NatsExchange
 
-        options = NatsOptions(config.swarm.servers, config.swarm.name)
-        exchange = await stack.enter_async_context(NatsExchange(options))
+            options = NatsOptions(config.swarm.servers, config.swarm.name)
+            exchange = await stack.enter_async_context(NatsExchange(options))
         identity = Identity.load(folder / "identity.pem")
         packages = PackageTasks(services, config.swarm, folder / "packages", exchange, identity)
         reader = AttachmentReader(services, config.swarm, packages, exchange)
@@ -64,19 +67,25 @@ async def _joined(config: Config, folder: Path, services: Sequence[Environment])
 
 @asynccontextmanager
 async def swarm_node(
-    config: Config, prepared: Prepared, run_dir: Path, scorer: Scorer, *, apart: bool
+    config: Config,
+    prepared: Prepared,
+    run_dir: Path,
+    scorer: Scorer,
+    *,
+    apart: bool,
+    exchange: WholeExchange | None = None,
 ) -> AsyncIterator[Node | None]:
     """Opens the node of a run; None outside of swarms. Raises a `ShoalError`.
 
     The run's log is open by now. `scorer` is the run's. Peers' answers scored `apart` have a worker process of their
-    own, so a hanging answer of a peer delays no answer of the run.
+    own, so a hanging answer of a peer delays no answer of the run. An `exchange` replaces that of `swarm.servers`.
     """
-    if not config.swarm.servers:
+    if not config.swarm.servers and exchange is None:
         yield None
         return
     async with AsyncExitStack() as stack:
         services = list(prepared.environments.values())
-        joined = await stack.enter_async_context(_joined(config, run_dir, services))
+        joined = await stack.enter_async_context(_joined(config, run_dir, services, exchange))
         if apart and config.swarm.external_groups:
             alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
             log = run_dir / "logs" / "peers.log"

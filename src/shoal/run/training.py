@@ -21,7 +21,7 @@ from shoal.cluster.gang import RankLost
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
-from shoal.interfaces import Scorer
+from shoal.interfaces import Scorer, WholeExchange
 from shoal.net.process import cores
 from shoal.observe.metrics import read_records, stage
 from shoal.rollout.evaluation import evaluation
@@ -101,10 +101,11 @@ async def train(
     scorer: Scorer | None = None,
     single_turn: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
+    exchange: WholeExchange | None = None,
 ) -> Result:
     """Trains to the configured number of steps and evaluates before and after.
 
-    `scorer` replaces the worker processes, and `single_turn` the runner of tasks.
+    `scorer` replaces the worker processes, `single_turn` the runner of tasks, and `exchange` the swarm's servers.
     """
     threads, own, run_dir = threads or Threads(), OwnEngines(), Path(config.run_dir)
     async with AsyncExitStack() as stack:
@@ -135,7 +136,9 @@ async def train(
         trackers.stage("starting the trainer")
         await trainer.start(prepared.model_dir, config, threads.trainer)
         eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
-        node = await opened(swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None))
+        node = await opened(
+            swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None, exchange=exchange)
+        )
         runner = await opened(playing(config, prepared, engine, answering))
         teacher = await opened(text_teacher(config.train, prepared.renderer))
         parts = LoopDeps(

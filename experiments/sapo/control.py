@@ -1,0 +1,107 @@
+"""A node of a control: the parts of `shoal train`, one of them another. Arguments: configuration, control.
+
+same       all nodes of a seed have the questions of its first node
+shuffled   a peer's answers come with another peer's question; the node reads, scores and takes them so
+chance     each question is of a specialty drawn by chance, as in the paper, and not in turn
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from shoal import wire
+from shoal.config import Config, load
+from shoal.interfaces import Environment
+from shoal.net.identity import Identity
+from shoal.net.process import die_with_parent
+from shoal.run.blocking import run_blocking
+from shoal.run.join_swarm import FOLDER
+from shoal.run.plan import prepare
+from shoal.run.prepared import Prepared
+from shoal.run.training import train
+from shoal.swarm.envelope import Envelope, Kind, Signer, opened, payload_of
+from shoal.swarm.nats import NatsExchange
+from shoal.swarm.offer import Offer
+from shoal.swarm.options import NatsOptions
+from shoal.tasks.mixture import Mixture
+from shoal.types import Split, Task, seed_for
+
+NODES_PER_SEED = 1000
+"""Node i of seed s has the seed s * 1000 + i."""
+
+
+class ByChance(Mixture):
+    """A mixture whose training questions are each of an environment drawn by chance; held-out ones are in turn."""
+
+    def __init__(self, services: Sequence[Environment], seed: int) -> None:
+        super().__init__(services, [1.0] * len(services))
+        self._seed = seed
+
+    def draw(self, split: Split, index: int) -> Task:
+        """The task at `index`: a pure function of seed, split and index."""
+        if split is Split.EVAL:
+            return super().draw(split, index)
+        return Random(seed_for("specialty", self._seed, index)).choice(self.services).draw(split, index)
+
+
+class Misfits(NatsExchange):
+    """An exchange that swaps the answers of each two offers of peers that come one after the other.
+
+    Questions, truths and receipts stay as they are, so nothing is refused for them. As no author has signed the swapped
+    offers, a key of this exchange stands in for that of each author.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(NatsOptions(config.swarm.servers, config.swarm.name))
+        self._own = Identity.load(Path(config.run_dir) / FOLDER / "identity.pem").peer_id
+        self._signers: dict[str, Signer] = {}
+        self._held: list[Envelope] = []
+
+    async def receive(self, most: int) -> list[bytes]:
+        """Waits for frames and gives up to `most`, or one more; none while the first of two offers waits."""
+        return [changed for frame in await super().receive(most) for changed in self._swapped(frame)]
+
+    def _swapped(self, frame: bytes) -> list[bytes]:
+        envelope = opened(frame)
+        if envelope.kind is not Kind.OFFER or envelope.peer_id == self._own:
+            return [frame]
+        self._held.append(envelope)
+        if len(self._held) < 2:
+            return []
+        held, self._held = self._held, []
+        first, second = (wire.decode(payload_of(one), Offer) for one in held)
+        offers = replace(first, rollouts=second.rollouts), replace(second, rollouts=first.rollouts)
+        return [self._signed(one, offer) for one, offer in zip(held, offers, strict=True)]
+
+    def _signed(self, envelope: Envelope, offer: Offer) -> bytes:
+        author = envelope.peer_id
+        if author not in self._signers:
+            self._signers[author] = Signer(Identity.fresh(), envelope.swarm, envelope.session)
+        return self._signers[author].frame(Kind.OFFER, wire.encode(offer), envelope.sent_s)
+
+
+def main() -> None:
+    """Trains the node to its end."""
+    die_with_parent()
+    path, control = sys.argv[1:]
+    config = load(Path(path))
+    first = config.seed - config.seed % NODES_PER_SEED
+    asked = config.model_copy(update={"seed": first}) if control == "same" else config
+    with prepare(asked) as prepared:
+        by_chance = ByChance(list(prepared.environments.values()), config.seed)
+        parts = replace(prepared, service=by_chance) if control == "chance" else prepared
+        run_blocking(trained(config, parts, shuffled=control == "shuffled"))
+
+
+async def trained(config: Config, prepared: Prepared, *, shuffled: bool) -> None:
+    """Trains the node, with its own exchange if peers' answers are to be shuffled."""
+    async with AsyncExitStack() as stack:
+        exchange = await stack.enter_async_context(Misfits(config)) if shuffled else None
+        await train(config, prepared, exchange=exchange)
+
+
+if __name__ == "__main__":
+    main()
