@@ -6,7 +6,8 @@ from dataclasses import fields
 import pytest
 
 from shoal import wire
-from shoal.swarm.external import external_rows, own_likelihood
+from shoal.config import Credit
+from shoal.swarm.external import OwnRecord, external_rows, own_likelihood
 from shoal.swarm.offer import OfferedRollout, OfferedTurn
 from shoal.trainer.advantage import rows
 from shoal.types import (
@@ -50,6 +51,25 @@ def test_one_right_answer_teaches_a_node_that_is_mostly_wrong_as_much_as_its_ski
     (row,) = external_rows(alone, trained(alone, 0.0), "skill")
     assert of_drawn(row) == {3.0}
     assert {a for a, drawn in zip(row.advantages, row.mask, strict=True) if not drawn} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("credit", "rewards", "teaches"),
+    [
+        ("group", (0.0, 0.0), False),
+        ("group_drop", (0.0, 1.0), True),
+        ("skill", (0.0, 0.0), True),
+        ("skill_weight", (0.0, 0.0), True),
+        ("skill_drop", (0.0, 0.5), False),  # the node's own mean is .75
+        ("skill_drop", (0.0, 1.0), True),
+    ],
+)
+def test_a_group_of_which_credit_leaves_nothing_does_not_teach(
+    credit: Credit, rewards: tuple[float, ...], teaches: bool
+) -> None:
+    record = OwnRecord(credit)
+    record.add(group(*(rollout(value, -1.0, External()) for value in (0.5, 1.0))))
+    assert record.teaches("letters", [Reward(value) for value in rewards]) is teaches
 
 
 def test_negatives_are_kept_dropped_or_weighed_by_how_likely_the_node_is_to_say_them() -> None:

@@ -76,7 +76,7 @@ class OwnRecord:
         self.rewards: dict[str, float] = {}
         """Mean reward of each task."""
         self._logprobs: dict[str, float] = {}  # nats per token sampled here, of each task
-        self._by_skill = credit.startswith("skill")
+        self._by_skill, self._drops = credit.startswith("skill"), credit.endswith("_drop")
 
     def add(self, group: Group) -> None:
         """Adds a finished own group."""
@@ -100,6 +100,11 @@ class OwnRecord:
         """Rewards to test for variance: the group's, plus this node's mean reward when `credit` compares with it."""
         skill = self.skill(service)
         return (*(reward.value for reward in rewards), *(() if skill is None else (skill,)))
+
+    def teaches(self, service: str, rewards: Sequence[Reward]) -> bool:
+        """Tells whether answers with such rewards have an advantage that `credit` does not drop."""
+        compared, skill = self.compared(service, rewards), self.skill(service)
+        return max(compared) > (min(compared) if skill is None or not self._drops else skill)
 
 
 def _average(means: dict[str, float], service: str, value: float) -> None:

@@ -36,7 +36,7 @@ from shoal.swarm.offer import MAX_WANTED, Offer, Scores, Want, offer_of
 from shoal.swarm.offer_reading import OfferReader
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
-from shoal.swarm.strategy import Candidate, Own, apply_taker, differ, sharer_of, taker_of
+from shoal.swarm.strategy import Candidate, Own, apply_taker, sharer_of, taker_of
 from shoal.swarm.teaching import Lesson, teaching_of
 from shoal.swarm.trust import LIES, Reason, Recent, VerifiedMessage
 from shoal.types import Group, Origin, seed_for
@@ -304,7 +304,7 @@ class Node(Peer):
         if self._teaching is not None:
             own = self._record.rewards.get(source.task.service)
             self._teaching.measure(message.peer_id, content.claim.question, source, rewards, own)
-        if not differ(self._record.compared(source.task.service, rewards)):
+        if not self._record.teaches(source.task.service, rewards):
             return Reason.UNINFORMATIVE
         return ReadyOffer(message, source, rewards)
 

@@ -25,11 +25,11 @@ from shoal.errors import ConfigError
 from shoal.interfaces import Renderer
 from shoal.model.answer import written
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.spans import TokenBytes, span_advantages, token_ends
+from shoal.model.spans import MOST_NATS, TokenBytes, bounded, span_advantages, token_ends
 from shoal.swarm.encoding import Encoded, EncodedRollout, rollouts_of
 from shoal.swarm.offer import Course, OfferedRollout, ScoredAnswer, Scores
 from shoal.swarm.trust import Reason, Recent, VerifiedMessage
-from shoal.types import Completion, External, FinishReason, Group, Origin, Reward, Role, Rollout
+from shoal.types import Completion, External, FinishReason, Group, Origin, Reward, Role
 
 MOST_SHARED = 256
 """Own groups that may still be scored by a teacher."""
@@ -39,6 +39,8 @@ MEASURED = 3
 """Offers of a peer in a task before its skill there counts."""
 DECAY = 0.9
 """Weight of earlier offers in a measured skill."""
+TOLD = 0.5
+"""Least share of a lesson's tokens on which the teacher says more than that it forbids them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +61,18 @@ class Lesson:
         self, logprobs: Iterator[Sequence[float]], version: int, external: External, token_bytes: TokenBytes
     ) -> Group:
         """The group as it is trained: sampled by this node under its present weights, with advantages per token."""
-        rollouts = list[Rollout]()
         sampled = rollouts_of(self.source, self.rewards, logprobs, version, external)
-        for rollout, scored in zip(sampled, self.scores, strict=True):
-            completion = rollout.turns[0].completion
-            ends = _spelled(completion, token_bytes, written(rollout.messages[-1]))
-            assert ends is not None, "a lesson is made of answers that their tokens spell"
-            advantages = span_advantages(ends, completion.logprobs, scored.ends, scored.logprobs)
-            rollouts.append(replace(rollout, external=replace(external, advantages=advantages)))
+        told = [
+            _told(scored, rollout.turns[0].completion, token_bytes, written(rollout.messages[-1]))
+            for rollout, scored in zip(sampled, self.scores, strict=True)
+        ]
+        mean = fmean(advantage for answer in told for advantage in answer)
+        rollouts = tuple(
+            replace(rollout, external=replace(external, advantages=tuple(bounded(one - mean) for one in answer)))
+            for rollout, answer in zip(sampled, told, strict=True)
+        )
         id_ = f"{self.message_id}/lesson"
-        return Group(id_, self.group.task, tuple(rollouts), version, Origin(self.teacher, self.message_id))
+        return Group(id_, self.group.task, rollouts, version, Origin(self.teacher, self.message_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,13 @@ class Teaching:
         found = self._matched(group, {one.answer: one for one in scores.answers})
         if not found:
             return Reason.UNREADABLE
+        told = [
+            advantage
+            for one, _, scored in found
+            for advantage in _told(scored, one.turns[0].completion, self._token_bytes, one.offered.text)
+        ]
+        if fmean(advantage > -MOST_NATS for advantage in told) < TOLD:
+            return Reason.FORBIDDEN
         kept, rewards, matched = zip(*found, strict=True)
         source = Encoded(group.task, kept)
         self._lessons[scores.key] = Lesson(group, source, rewards, matched, message.peer_id, message.id, skill)
@@ -202,6 +213,13 @@ def _speaks(scored: ScoredAnswer, ends: Sequence[int], stops: int) -> bool:
 def _stops(completion: Completion) -> int:
     """Stop tokens at the end of an answer: one unless it ran out of room."""
     return int(completion.finish_reason is FinishReason.STOP)
+
+
+def _told(scored: ScoredAnswer, completion: Completion, token_bytes: TokenBytes, text: str) -> tuple[float, ...]:
+    """Advantage of each token of an answer by its teacher's scores, within `MOST_NATS`."""
+    ends = _spelled(completion, token_bytes, text)
+    assert ends is not None, "a lesson is made of answers that their tokens spell"
+    return span_advantages(ends, completion.logprobs, scored.ends, scored.logprobs)
 
 
 def _spelled(completion: Completion, token_bytes: TokenBytes, text: str) -> tuple[int, ...] | None:

@@ -90,6 +90,8 @@ class Reason(StrEnum):
     """Offer whose answers were all taken before under any name, or that follows its author's last too soon."""
     UNINFORMATIVE = "nothing to learn"
     NO_BETTER = "scored by no better node"
+    FORBIDDEN = "answers that their teacher forbids"
+    """Scores of answers that say nothing but that the teacher gives nearly none of their tokens."""
     STALE = "not fresh any more"
     CROWDED = "no room"
 
