@@ -5,6 +5,8 @@ steps_ratio          steps per second with the flood over steps while the same f
 steps_ratio_idle     the same over steps while nobody sends anything
 cpu_ratio            processor time of the node per step with the flood over that while it goes to another swarm
 steps_per_s          with the flood, with the flood elsewhere, without one
+cpu_s_per_step       processor time of the node in the same windows, its workers and trainer included
+external_per_step    groups of the honest generator that a step trained in the same windows
 frames_per_s         that the hostile peers really sent
 trained_hostile      groups of theirs that the node trained: none
 trained_honest       groups of the one honest generator that it trained all the while
@@ -18,6 +20,7 @@ See `flood.py` for what is sent.
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -68,6 +71,8 @@ class Mark:
 
     time_s: float
     steps: int
+    external: int
+    """Groups of peers trained."""
     cpu_s: float
     """Processor seconds of all its processes."""
 
@@ -169,7 +174,9 @@ def _steps_so_far(run: Path) -> int:
 
 
 def _mark(run: Path, pid: int) -> Mark:
-    return Mark(time.monotonic(), _steps_so_far(run), usage_of(pid).cpu_s)
+    now_s, cpu_s = time.monotonic(), usage_of(pid).cpu_s
+    external = [int(count) for count in re.findall(rb'"external":(\d+)', (run / "metrics.jsonl").read_bytes())]
+    return Mark(now_s, _steps_so_far(run), sum(external), cpu_s)
 
 
 async def _counted(
@@ -192,21 +199,25 @@ async def _counted(
 def _rates(spans: Sequence[tuple[str, Mark, Mark]]) -> Report:
     """Figures of the windows."""
     steps: defaultdict[str, float] = defaultdict(float)
-    seconds, cpu_s = steps.copy(), steps.copy()
+    seconds, cpu_s, external = steps.copy(), steps.copy(), steps.copy()
     for swarm, begun, ended in spans:
         steps[swarm] += ended.steps - begun.steps
         seconds[swarm] += ended.time_s - begun.time_s
         cpu_s[swarm] += ended.cpu_s - begun.cpu_s
+        external[swarm] += ended.external - begun.external
     if not all(steps[swarm] for swarm in (SWARM, OTHER, NOBODY)):
         raise ChildDied("bench hostile: the flood or the node ended before all was measured")
     ratios = [_per_s(flooded) / _per_s(spared) for spared, flooded in zip(spans[::3], spans[1::3], strict=True)]
     per_s = {swarm: steps[swarm] / seconds[swarm] for swarm in steps}
+    names = {"flood": SWARM, "elsewhere": OTHER, "none": NOBODY}
     return {
         "steps_ratio": median(ratios),
         "steps_ratios": ratios,
         "steps_ratio_idle": per_s[SWARM] / per_s[NOBODY],
         "cpu_ratio": cpu_s[SWARM] / steps[SWARM] / (cpu_s[OTHER] / steps[OTHER]),
-        "steps_per_s": {"flood": per_s[SWARM], "elsewhere": per_s[OTHER], "none": per_s[NOBODY]},
+        "steps_per_s": {name: per_s[swarm] for name, swarm in names.items()},
+        "cpu_s_per_step": {name: cpu_s[swarm] / steps[swarm] for name, swarm in names.items()},
+        "external_per_step": {name: external[swarm] / steps[swarm] for name, swarm in names.items()},
     }
 
 

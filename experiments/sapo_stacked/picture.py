@@ -14,10 +14,12 @@ COLOURS = {"8/0": "#c5373d", "6/2": "#d9730d", "4/4": "#2563c9", "2/6": "#2a8f5b
 
 
 def draw(folder: Path, runs: Mapping[str, Record]) -> None:
-    """figure1.png and figure2.png, with a row or a panel for each regime."""
+    """figure1.png and figure2.png, with a row or a panel for each regime; nothing without a cell of the paper's."""
     found = {tuple(key.rsplit(":", 1)[0].split(":")): key for key in runs}
     regimes = list(dict.fromkeys(regime for regime, _ in found))
     cells = [cell for cell in COLOURS if any(name == cell for _, name in found)]
+    if not cells:
+        return
     draw_agents(folder / "figure1.png", runs, regimes, cells)
     figure = Figure(figsize=(6 * len(regimes), 4), layout="constrained")
     panels = figure.subplots(1, len(regimes), squeeze=False, sharey=True)[0]
