@@ -2,6 +2,7 @@
 
 planned_mb, measured_mb   of the engine, and of the trainer's rank that took most
 ratio                     the first over the second
+large                     peaks with a large vocabulary, and of ranks that load: see `benchmarks.large`
 """
 
 import contextlib
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks import Report, child_environment, say
+from benchmarks import Report, child_environment, large, say
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.run.demo import demo_config, real_config
@@ -55,6 +56,8 @@ def measure(quick: bool) -> Report:
             for process in PROCESSES
         }
         say(f"{name}: {report[name]}")
+    if not quick:
+        report["large"] = large.measure()
     return report
 
 

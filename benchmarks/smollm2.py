@@ -6,9 +6,10 @@
 share_of_gemm_limit   time of the matrix products alone over the time of the whole, both the best of rounds in turn
 
 The products are those of the linear layers, as the model has them, on random activations: no attention, no norms, no
-sampling, no loss. A training step counts three of each, forward, gradient of the input and gradient of the weight,
-and the head's forward twice where the step computes it again in the backward pass. Times are processor time of one
-thread, so other processes on the machine change them little.
+sampling, no loss. Decoding counts them with weights in oneDNN's blocks, as the engine has them, or plain, whichever is
+faster. A training step counts three of each with plain weights, forward, gradient of the input and gradient of the
+weight, and the head's forward twice where the step computes it again in the backward pass. Times are processor time of
+one thread, so other processes on the machine change them little.
 """
 
 import os
@@ -37,6 +38,7 @@ from shoal.model import MOST_LOGITS
 from shoal.model.gguf import SMOLLM2
 from shoal.model.loading import load_model
 from shoal.model.prefix_tree import prefix_tree
+from shoal.model.product import Product
 from shoal.model.renderer_loading import local_directory
 from shoal.net.process import torch_environment
 from shoal.trainer.packing import micro_batches
@@ -74,7 +76,10 @@ def engine(quick: bool, directory: Path | None = None) -> Report:
     torch.set_num_threads(1)
     directory = directory or local_directory(SMOLLM2)
     model = load_model(directory, dtype="bfloat16")
-    layers = _linears(model)
+    weights = _linears(model)
+    widths = [weight.shape[1] for weight in weights]
+    plain = list(zip(widths, [partial(F.linear, weight=weight) for weight in weights], strict=True))
+    in_blocks = list(zip(widths, map(Product, weights), strict=True))
     shares: dict[str, float] = {}
     rates: dict[str, float] = {}
     drawn, rounds = (8, 1) if quick else (DRAWN_TOKENS, ROUNDS)
@@ -83,7 +88,7 @@ def engine(quick: bool, directory: Path | None = None) -> Report:
         served = StepEngine(model, EngineLimits(max_model_len=512, max_running=batch))
         step_s, limit_s = [], []
         for _ in range(rounds + 1):
-            limit_s.append(_least_s(partial(_products, layers, batch), 8))
+            limit_s += [_least_s(partial(_products, products, batch), 8) for products in (plain, in_blocks)]
             step_s.append(_decode_step_s(served, batch, drawn))
         shares[str(batch)] = min(limit_s) / min(step_s)
         rates[f"shoal/{batch}"] = batch / min(step_s)
@@ -147,10 +152,10 @@ def _linears(model: PreTrainedModel) -> list[Tensor]:
     return [weight.bfloat16() for weight in (*weights, model.get_output_embeddings().weight.detach())]
 
 
-def _products(weights: Sequence[Tensor], rows: int) -> None:
-    """Computes one decoding step's products."""
-    for weight in weights:
-        F.linear(_activations(rows, weight.shape[1]), weight)
+def _products(products: Sequence[tuple[int, Callable[[Tensor], Tensor]]], rows: int) -> None:
+    """Computes one decoding step's products, each with the width of its input."""
+    for width, product in products:
+        product(_activations(rows, width))
 
 
 def _training_products(weights: Sequence[Tensor], sizes: Sequence[tuple[int, int]]) -> None:

@@ -325,7 +325,7 @@ def environments(cores: int) -> dict[str, dict[str, str]]:
     """By name: what a process may start with, from the shell's own to the one that Shoal's processes have."""
     quiet = torch_environment(cores)
     plain = dict(os.environ)
-    malloc = {name: value for name, value in quiet.items() if name.startswith("MALLOC_")}
+    malloc = {name: value for name, value in quiet.items() if name.startswith(("MALLOC_", "GLIBC_"))}
     return {
         "plain": plain,
         "plain with Shoal's malloc": plain | malloc,

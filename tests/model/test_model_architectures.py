@@ -1,5 +1,6 @@
 """Logprobs of every kind of model that is accepted, against transformers' eager attention; every other is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,9 +30,10 @@ COMPUTED = [
     ("SmolLM3", {"num_key_value_heads": 2}),
     ("Mixtral", {"num_key_value_heads": 2, "num_local_experts": 4}),
     ("Cohere", {"num_key_value_heads": 2}),
+    ("GptOss", {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, **WINDOWS}),
 ]
 REFUSED = [
-    ("GptOss", {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}, "'s_aux'"),
+    ("Doge", {"num_key_value_heads": 2}, "'attention_mask'"),
     ("Gemma2", {"num_key_value_heads": 2, "head_dim": 8}, "cap attention logits"),
     ("Bloom", {"n_layer": 2, "n_head": 4}, "from transformers' own"),
     ("FalconH1", {"num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "."),
@@ -74,4 +76,12 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_by_the_name_of_the_tensor(t
     del tensors["model.layers.0.mlp.up_proj.weight"]
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks 1 of its tensors, such as model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_model(path)
+
+
+def test_a_checkpoint_of_quantised_weights_is_refused_by_the_name_of_the_method(tmp_path: Path) -> None:
+    path = saved("Llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    with pytest.raises(ModelError, match="weights quantised by 'mxfp4' cannot be trained: expected float32"):
         load_model(path)

@@ -21,6 +21,7 @@ EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 1}
 KINDS: dict[str, dict[str, object]] = {
     "Qwen3Moe": {"head_dim": 8, "num_experts": 2, "moe_intermediate_size": 24, **EXPERTS},
     "Mixtral": {"num_local_experts": 2, **EXPERTS},
+    "GptOss": {"head_dim": 8, "num_local_experts": 2, **EXPERTS},
 }
 
 

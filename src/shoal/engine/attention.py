@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.engine.kv_cache import Pool
+from shoal.model.attention import with_sinks
 
 MATRICES_BY_HAND = 16
 """Matrices of keys from which a decoding step in bfloat16 attends by two products on a CPU. With 32 rows of 96 tokens,
@@ -48,7 +49,14 @@ class DecodeRows:
             row_NK.add_(1)
 
     def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query_NHD: Tensor,
+        key_NKD: Tensor,
+        value_NKD: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Stores the new keys and values, then attends over each sequence: [N, H, D]."""
         views = self._views.get(layer)
@@ -61,7 +69,11 @@ class DecodeRows:
         q_NKGD = query_NHD.view(self.count, key_NKD.shape[1], -1, query_NHD.shape[2])
         if not self._dense:
             q_NKGD = q_NKGD.new_zeros((self._span, *q_NKGD.shape[1:])).index_copy_(0, self._slot_N, q_NKGD)
-        if _by_hand(k_SKCD, self.longest):
+        if sinks_H is not None:
+            q_SHQD, seen = q_NKGD.flatten(1, 2)[:, :, None], self._mask(window, torch.float32, self.longest) == 0
+            k_SKLD, v_SKLD = (x.narrow(2, 0, self.longest) for x in views)
+            out_NKGD = with_sinks(q_SHQD, k_SKLD, v_SKLD, seen, scaling, sinks_H)
+        elif _by_hand(k_SKCD, self.longest):
             # Storage that no token has written to is zero; its probability is too.
             score_NKGC = torch.matmul(q_NKGD, k_SKCD.transpose(2, 3)).float().mul_(scaling)
             p_NKGC = score_NKGC.add_(self._mask(window, torch.float32, k_SKCD.shape[2])).softmax(-1)
@@ -134,7 +146,14 @@ class ChunkRows:
         self._mask_by_window: dict[int | None, Tensor] = {}
 
     def attend(
-        self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query_NHD: Tensor,
+        key_NKD: Tensor,
+        value_NKD: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Stores the new keys and values, then attends to all earlier tokens: [N, H, D]."""
         k_SKCD, v_SKCD = self._pool.layer(layer, key_NKD, value_NKD)
@@ -146,15 +165,18 @@ class ChunkRows:
         else:
             k_RKLD, v_RKLD = (x.narrow(2, 0, self._end).index_select(0, self._slot_R) for x in (k_SKCD, v_SKCD))
         causal = self._from_zero and (window is None or window >= self._end)
-        out_RHLD = F.scaled_dot_product_attention(
-            q_RHLD,
-            k_RKLD,
-            v_RKLD,
-            attn_mask=None if causal else self._mask(window),
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
-        )
+        if sinks_H is not None:
+            out_RHLD = with_sinks(q_RHLD, k_RKLD, v_RKLD, self._mask(window), scaling, sinks_H)
+        else:
+            out_RHLD = F.scaled_dot_product_attention(
+                q_RHLD,
+                k_RKLD,
+                v_RKLD,
+                attn_mask=None if causal else self._mask(window),
+                is_causal=causal,
+                scale=scaling,
+                enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
+            )
         out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
         return out_NHD if self._real is None else out_NHD.index_select(0, self._real)
 
@@ -183,16 +205,23 @@ class CachedRows:
         self._parts = parts
 
     def attend(
-        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attends with every part over its own rows: [T, H, D]."""
         if len(self._parts) == 1:
-            return self._parts[0].attend(layer, query_THD, key_TKD, value_TKD, scaling, window)
+            return self._parts[0].attend(layer, query_THD, key_TKD, value_TKD, scaling, window, sinks_H)
         outs, start = [], 0
         for part in self._parts:
             end = start + part.count
             q, k, v = query_THD[start:end], key_TKD[start:end], value_TKD[start:end]
-            outs.append(part.attend(layer, q, k, v, scaling, window))
+            outs.append(part.attend(layer, q, k, v, scaling, window, sinks_H))
             start = end
         return torch.cat(outs)
 

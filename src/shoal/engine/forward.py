@@ -3,14 +3,14 @@
 A decode step of a small model has hundreds of operations of some microseconds each, and transformers' modules double
 that time. For the Llama family `DirectForward` calls about 14 operations a layer. Linear layers with the same input
 become one product, and a rotation becomes one complex product. The result is equal up to rounding (tested for each
-architecture). Both use the same tensors, so weights load in place.
+architecture). Both use the same tensors, so weights load in place; `lay_out` follows.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from shoal.engine.adapters import AdaptedRows, Products
 from shoal.model import family
 from shoal.model.family import Layout
+from shoal.model.product import Product
 
 if TYPE_CHECKING:  # the richest of the family stands for all of it
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
@@ -37,6 +38,9 @@ class Forward(Protocol):
 
     def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
         """Logits [K, V] of the kept rows; of all rows when `keep_K` is None."""
+
+    def lay_out(self) -> None:
+        """Takes up changed weights."""
 
 
 def forward_of(model: PreTrainedModel, longest: int) -> Forward:
@@ -74,6 +78,9 @@ class ModuleForward:
             ).logits
         return logits_1KV[0]
 
+    def lay_out(self) -> None:
+        """Does nothing: the modules use the weights themselves."""
+
     @staticmethod
     def _add(adapted: AdaptedRows, name: str, _: nn.Module, given: tuple[Tensor, ...], result: Tensor) -> Tensor:
         x, y = given[0].reshape(-1, given[0].shape[-1]), result.reshape(-1, result.shape[-1])
@@ -84,13 +91,12 @@ class ModuleForward:
 class _Layer:
     norm_in_W: Tensor
     norm_mid_W: Tensor
-    qkv_weight: Tensor
-    qkv_bias: Tensor | None
     norms_D: tuple[Tensor, Tensor] | None
     """Norm weights of queries and keys, where the architecture has them."""
-    out_weight_t: Tensor
-    gate_up_weight: Tensor
-    down_weight_t: Tensor
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
     scaling: float
     window: int | None
     names: tuple[str, ...]
@@ -106,7 +112,7 @@ class DirectForward:
     def __init__(self, model: PreTrainedModel, longest: int) -> None:
         config, body = model.config, cast("Qwen3Model", model.model)
         self._embedding_VW = model.get_input_embeddings().weight
-        self._head_VW = model.get_output_embeddings().weight
+        self._head = Product(model.get_output_embeddings().weight)
         self._norm_W = body.norm.weight
         self._eps: float = config.rms_norm_eps
         self.adapted: AdaptedRows | None = None
@@ -128,18 +134,25 @@ class DirectForward:
             kept = keep_K is not None and layer is self._layers[-1]
             if keep_K is not None and kept:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_K), out_TW.index_select(0, keep_K)
-            x_TW = self._adapted(layer, 1, out_TW, torch.addmm(x_TW, out_TW, layer.out_weight_t), kept=kept)
+            x_TW = self._adapted(layer, 1, out_TW, layer.out(out_TW, x_TW), kept=kept)
             mid_TW = self._normed(x_TW, layer.norm_mid_W)
-            gate_up = self._adapted(layer, 2, mid_TW, F.linear(mid_TW, layer.gate_up_weight), kept=kept)
+            gate_up = self._adapted(layer, 2, mid_TW, layer.gate_up(mid_TW), kept=kept)
             gate, up = gate_up.chunk(2, -1)
             mid_TW = F.silu(gate).mul_(up)
-            x_TW = self._adapted(layer, 3, mid_TW, torch.addmm(x_TW, mid_TW, layer.down_weight_t), kept=kept)
-        return F.linear(self._normed(x_TW, self._norm_W), self._head_VW)
+            x_TW = self._adapted(layer, 3, mid_TW, layer.down(mid_TW, x_TW), kept=kept)
+        return self._head(self._normed(x_TW, self._norm_W))
+
+    def lay_out(self) -> None:
+        """Takes up the present weights."""
+        for layer in self._layers:
+            for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
+                product.lay_out()
+        self._head.lay_out()
 
     def _attended(self, x_TW: Tensor, layer: _Layer, rotation_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D] and keys and values [T, K, D]."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = self._adapted(layer, 0, x_TW, F.linear(x_TW, layer.qkv_weight, layer.qkv_bias))
+        qkv = self._adapted(layer, 0, x_TW, layer.qkv(x_TW))
         qkv = qkv.view(len(x_TW), heads + 2 * kv_heads, self._width)
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
         if layer.norms_D is not None:
@@ -166,13 +179,18 @@ class DirectForward:
         return _Layer(
             norm_in_W=layer.input_layernorm.weight,
             norm_mid_W=layer.post_attention_layernorm.weight,
-            qkv_weight=family.joint([linear.weight for linear in qkv]),
-            qkv_bias=None if qkv[0].bias is None else family.joint([linear.bias for linear in qkv]),
             norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
-            out_weight_t=attention.o_proj.weight.t(),
-            gate_up_weight=family.joint([linear.weight for linear in gate_up]),
-            down_weight_t=mlp.down_proj.weight.t(),
+            qkv=_joint(qkv),
+            out=Product(attention.o_proj.weight),
+            gate_up=_joint(gate_up),
+            down=Product(mlp.down_proj.weight),
             scaling=attention.scaling,
             window=family.window_of(attention),
             names=tuple(own),
         )
+
+
+def _joint(linears: Sequence[Any]) -> Product:
+    """Linear layers with the same input as one product; their parameters become views of its weight."""
+    weight_OI = family.joint([linear.weight for linear in linears])
+    return Product(weight_OI, None if linears[0].bias is None else family.joint([linear.bias for linear in linears]))

@@ -386,6 +386,7 @@ class StepEngine:
         running = self._scheduler.running
         self._scheduler.admitting = True
         self.slots.load(self._update)
+        self._forward.lay_out()
         self._prefixes.clear()
         self.interruptions += bool(running)
         self._outdate(running)

@@ -8,20 +8,34 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 LONGEST_BY_HAND = 512
 """Tokens of a row up to which probabilities are kept on a CPU. With 9 heads of width 64, 8 rows of 95 tokens and
 bfloat16, both passes take 5 ms so and 19 ms with torch's flash attention (one core)."""
+MOST_SCORES = 1 << 24
+"""Scores computed at a time where heads have sinks: 64 MiB in float32."""
 
 
-def attended(q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, window: int | None) -> Tensor:
+def attended(
+    q_RLHD: Tensor,
+    k_RLKD: Tensor,
+    v_RLKD: Tensor,
+    scaling: float,
+    window: int | None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
     """Attention of H query heads over K key-value heads: [R, L, H, D]. A token sees the last `window` tokens, or all.
 
     Under autocast its products have autocast's dtype. Short rows on a CPU may lack the queries of their first tokens.
+    `sinks_H` are those of `with_sinks`.
     """
     device, length = q_RLHD.device, k_RLKD.shape[1]
     banded = window is not None and window < length
     mask_LL = _band(length, window if window is not None and banded else length, device)
+    if sinks_H is not None:
+        q, k, v = (x.transpose(1, 2) for x in (q_RLHD, k_RLKD, v_RLKD))
+        return with_sinks(q, k, v, mask_LL[-q_RLHD.shape[1] :], scaling, sinks_H).transpose(1, 2)
     if device.type == "cpu" and length <= LONGEST_BY_HAND:
         if torch.is_autocast_enabled("cpu"):
             q_RLHD, k_RLKD, v_RLKD = (x.to(torch.get_autocast_dtype("cpu")) for x in (q_RLHD, k_RLKD, v_RLKD))
@@ -40,6 +54,33 @@ def attended(q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, win
         enable_gqa=q_RHLD.shape[1] != k_RKLD.shape[1],
     )
     return out_RHLD.transpose(1, 2)
+
+
+def with_sinks(
+    q_RHQD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, visible: Tensor, scaling: float, sinks_H: Tensor
+) -> Tensor:
+    """Attention [R, H, Q, D] in which each head has a sink: a score beside those of its keys, without a value.
+
+        p = exp(s_l) / (exp(sink) + sum_l exp(s_l))
+
+    So the probabilities of a query sum to less than 1. `visible` is a boolean mask that broadcasts to [R, 1, Q, L].
+    Queries are computed in blocks of `MOST_SCORES`, and again in the backward pass. Source: GPT-OSS (arXiv 2508.10925).
+    """
+    heads, length = q_RHQD.shape[1], k_RKLD.shape[2]
+    k_RHDL = k_RKLD.repeat_interleave(heads // k_RKLD.shape[1], 1).transpose(2, 3)
+    v_RHLD = v_RKLD.repeat_interleave(heads // v_RKLD.shape[1], 1)
+
+    def block(q_RHQD: Tensor, visible: Tensor) -> Tensor:
+        score_RHQL = (q_RHQD @ k_RHDL).float().mul(scaling).masked_fill(~visible, -torch.inf)
+        sink_RHQ1 = sinks_H.float().view(1, heads, 1, 1).expand(*score_RHQL.shape[:3], 1)
+        p_RHQL = torch.cat((score_RHQL, sink_RHQ1), -1).softmax(-1)[..., :-1]
+        return p_RHQL.to(v_RHLD.dtype) @ v_RHLD
+
+    count = max(1, MOST_SCORES // (len(q_RHQD) * heads * length))
+    blocks = list(zip(torch.split(q_RHQD, count, 2), torch.split(visible, count, -2), strict=True))
+    if len(blocks) == 1:
+        return block(q_RHQD, visible)
+    return torch.cat([checkpoint(block, *one, use_reentrant=False, preserve_rng_state=False) for one in blocks], 2)
 
 
 def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scaling: float, window: int | None, skipped: int = 0) -> Tensor:

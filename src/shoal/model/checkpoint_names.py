@@ -7,7 +7,7 @@ experts again.
 
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from typing import cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -45,9 +45,10 @@ def model_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict
     return result
 
 
-def conversions(
-    model: PreTrainedModel, names: Iterable[str]
-) -> dict[str, tuple[WeightConverter | WeightRenaming | None, dict[str, str]]]:
+Conversion: TypeAlias = tuple[WeightConverter | WeightRenaming | None, dict[str, str]]
+
+
+def conversions(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Conversion]:
     """How each tensor of the model is made of tensors of a checkpoint: their names, each with its pattern.
 
     A tensor without a converter has the same name in the checkpoint, which the model may lack.
@@ -57,7 +58,7 @@ def conversions(
     renamings = [entry for entry in known if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in known if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    found: dict[str, tuple[WeightConverter | WeightRenaming | None, dict[str, str]]] = {}
+    found: dict[str, Conversion] = {}
     for name in sorted(names, key=dot_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, own)
         if name in own or target not in own:
@@ -66,3 +67,13 @@ def conversions(
         made = WeightRenaming(name, target) if pattern is None else deepcopy(by_pattern[pattern])
         found.setdefault(target, (made, {}))[1][name] = pattern or name
     return found
+
+
+def with_all_parts(found: Mapping[str, Conversion]) -> dict[str, Conversion]:
+    """Conversions in which a tensor that a checkpoint joins of several has each of these, in place of the first."""
+    parts = dict(found)
+    for target, (converter, sources) in found.items():
+        if isinstance(converter, WeightConverter):
+            first, *others = converter.target_patterns
+            parts |= {target.replace(first, other): (converter, sources) for other in others}
+    return parts

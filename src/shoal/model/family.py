@@ -22,11 +22,19 @@ class Layout(Protocol):
     """Attention pattern of the T tokens of one forward."""
 
     def attend(
-        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attends in one layer, with H query heads and K key-value heads; the result is [T, H, D].
 
-        `window` is the number of tokens back, itself included, that a token may see; None means all.
+        `window` is the number of tokens back, itself included, that a token may see; None means all. `sinks_H` are the
+        heads' sinks (`shoal.model.attention.with_sinks`).
         """
         ...
 

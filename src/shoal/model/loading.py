@@ -60,9 +60,10 @@ def _attend(
     scaling: float | None = None,
     layout: Layout | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attention function that transformers calls: [1, H, T, D] in, [1, T, H, D] out."""
+    """Attention function that transformers calls: [1, H, T, D] in, [1, T, H, D] out; `s_aux` are the heads' sinks."""
     if layout is None:
         raise ModelError("this model attends through a Layout: call it through shoal.model.loading, not directly")
     _refuse_unknown({**others, "attention_mask": attention_mask})
@@ -73,6 +74,7 @@ def _attend(
         value[0].transpose(0, 1),
         scaling if scaling is not None else query.shape[-1] ** -0.5,
         sliding_window,
+        s_aux,
     )
     return out_THD.unsqueeze(0), None
 
@@ -83,8 +85,8 @@ AttentionInterface.register(ATTENTION, _attend)
 def _refuse_unknown(arguments: Mapping[str, object]) -> None:
     """Raises `ModelError` for an argument that would change the result and is not computed here.
 
-    Attention sinks (`s_aux`), capped logits and masks of a model's own come as such arguments. Ignoring an argument
-    would compute another model, in the trainer and in the engine alike.
+    Capped logits and masks of a model's own come as such arguments. Ignoring an argument would compute another model,
+    in the trainer and in the engine alike.
     """
     for name, value in arguments.items():
         if value is not None and name not in IGNORED and value not in HARMLESS.get(name, ()):
@@ -201,7 +203,13 @@ def _without_memory() -> Iterator[None]:
 
 
 def refuse_unsupported(config: object) -> None:
-    """Raises `ModelError` for architectures whose attention a Layout cannot express."""
+    """Raises `ModelError` for quantised weights, and for architectures whose attention a Layout cannot express."""
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        raise ModelError(
+            f"weights quantised by {str(method)!r} cannot be trained: expected float32, float16 or bfloat16; "
+            "dequantise the model with transformers and save it first"
+        )
     if getattr(config, "attn_logit_softcapping", None) is not None:
         raise ModelError("models that cap attention logits (such as Gemma 2) are not supported")
     kinds = set(getattr(config, "layer_types", None) or ())

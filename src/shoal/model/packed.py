@@ -60,12 +60,19 @@ class PackedRows:
         """Positions that attention reads, with padding and each path's shared beginning."""
 
     def attend(
-        self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scaling: float, window: int | None
+        self,
+        layer: int,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        scaling: float,
+        window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Attends causally within each row."""
 
         def attend(skipped: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attended(q[:, skipped:], k, v, scaling, window)
+            return attended(q[:, skipped:], k, v, scaling, window, sinks_H)
 
         return self._in_buckets((query_THD, key_TKD, value_TKD), attend)
 
@@ -217,10 +224,8 @@ def _head_outputs(
 
     def outputs(part_UD: Tensor, at_N: Tensor, wanted_N: Tensor) -> tuple[Tensor, Tensor]:
         logits_UV = _scaled(head(part_UD), config)
-        logp_N, entropy_U = token_logprobs(
-            logits_UV, at_N, wanted_N, temperature=temperature, entropy=entropy is not None
-        )
-        return logp_N, (entropy_U if entropy == "gradient" else entropy_U.detach())[at_N]
+        logp_N, entropy_U = token_logprobs(logits_UV, at_N, wanted_N, temperature=temperature, entropy=entropy)
+        return logp_N, entropy_U[at_N]
 
     chunk = max(1, MOST_LOGITS // model.get_input_embeddings().num_embeddings)
     if len(hidden_UD) <= chunk:

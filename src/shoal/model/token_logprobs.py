@@ -5,7 +5,7 @@ block of rows that fits the caches is float32 at a time, and only the logits the
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,14 +17,20 @@ BLOCK_LOGITS_OF_GPU = 1 << 26
 
 
 def token_logprobs(
-    logits_UV: Tensor, at_N: Tensor, token_N: Tensor, *, temperature: float = 1.0, entropy: bool = True
+    logits_UV: Tensor,
+    at_N: Tensor,
+    token_N: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: Literal["value", "gradient"] | None = "gradient",
 ) -> tuple[Tensor, Tensor]:
     """Logprobs [N] of tokens in rows `at_N` of the logits, and the entropies [U] of all rows: nats, float32.
 
     logp = x[token] - lse(x),   H = lse(x) - sum(p x),   x = logits / temperature
     dlogp/dx_v = [v = token] - p_v,   dH/dx_v = -p_v (log p_v + H)
 
-    Entropies are 0 unless asked for. The gradient overwrites the logits, so a second pass through the graph is refused.
+    Entropies are 0 unless asked for, and have a gradient only as `gradient`. What the gradient needs overwrites the
+    logits, and then the gradient itself, so a second pass through the graph is refused.
     """
     found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(logits_UV, at_N, token_N, temperature, entropy)  # type: ignore[no-untyped-call]
     return found
@@ -33,54 +39,66 @@ def token_logprobs(
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_UV: Tensor, at_N: Tensor, token_N: Tensor, temperature: float, entropy: bool
+        ctx: Any, logits_UV: Tensor, at_N: Tensor, token_N: Tensor, temperature: float, entropy: str | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        lse_U = torch.empty(len(logits_UV), device=logits_UV.device)
+        ctx.temperature, ctx.of_entropy = temperature, entropy == "gradient"
+        keeps_exp = ctx.needs_input_grad[0] and not ctx.of_entropy
+        chosen_N = logits_UV[at_N, token_N].float() / temperature
+        sum_U, lse_U = (torch.empty(len(logits_UV), device=logits_UV.device) for _ in range(2))
         entropy_U = torch.zeros_like(lse_U)
         for rows, x_UV in _blocks(logits_UV, temperature):
             top_U1 = x_UV.amax(-1, keepdim=True)
             x_UV.sub_(top_U1)
-            p_UV = x_UV.exp()
-            sum_U = p_UV.sum(-1)
-            log_U = sum_U.log()
+            exp_UV = x_UV.exp()
+            torch.sum(exp_UV, -1, out=sum_U[rows])
+            log_U = sum_U[rows].log()
             lse_U[rows] = log_U + top_U1[:, 0]
-            if entropy:
-                entropy_U[rows] = log_U - torch.linalg.vecdot(p_UV, x_UV) / sum_U
-        ctx.save_for_backward(logits_UV, at_N, token_N, lse_U, entropy_U)
-        ctx.temperature = temperature
-        return logits_UV[at_N, token_N].float() / temperature - lse_U[at_N], entropy_U
+            if entropy is not None:
+                entropy_U[rows] = log_U - torch.linalg.vecdot(exp_UV, x_UV) / sum_U[rows]
+            if keeps_exp:
+                logits_UV[rows] = exp_UV
+        logp_N = chosen_N - lse_U[at_N]
+        ctx.save_for_backward(logits_UV, at_N, token_N, logp_N, sum_U, lse_U, entropy_U)
+        if not ctx.of_entropy:
+            ctx.mark_non_differentiable(entropy_U)
+        return logp_N, entropy_U
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, logp_N: Tensor | None, entropy_U: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_N: Tensor | None, grad_U: Tensor | None) -> tuple[Tensor | None, ...]:
         """Takes the gradients of the outputs."""
-        logits_UV, at_N, token_N, lse_U, value_U = ctx.saved_tensors
+        logits_UV, at_N, token_N, logp_N, sum_U, lse_U, value_U = ctx.saved_tensors
         weight_U = torch.zeros_like(lse_U)  # of each row's probabilities
-        if logp_N is not None:
-            weight_U.index_add_(0, at_N, logp_N, alpha=-1 / ctx.temperature)
+        if grad_N is not None:
+            weight_U.index_add_(0, at_N, grad_N, alpha=-1 / ctx.temperature)
 
-        if entropy_U is not None:
-            entropy_U = entropy_U * (-1 / ctx.temperature)
+        if grad_U is not None:
+            grad_U = grad_U * (-1 / ctx.temperature)
 
         def of_probabilities(rows: slice | Tensor, x: Tensor) -> Tensor:
             """Gradient -p (G + G_H (log p + H)) / temperature, where x is log p, which it overwrites."""
             shape = (-1, *(1,) * (x.ndim - 1))
             weight = weight_U[rows].view(shape)
-            if entropy_U is not None:
-                weight = (x + value_U[rows].view(shape)).mul_(entropy_U[rows].view(shape)).add_(weight)
+            if grad_U is not None:
+                weight = (x + value_U[rows].view(shape)).mul_(grad_U[rows].view(shape)).add_(weight)
             return x.exp_().mul_(weight)
 
-        if logp_N is not None:
+        if grad_N is not None:
             # Both terms of a chosen token nearly cancel: they are added in float32.
             cell_M, of_N = torch.unique(at_N * logits_UV.shape[1] + token_N, return_inverse=True)
             row_M, token_M = cell_M // logits_UV.shape[1], cell_M % logits_UV.shape[1]
-            x_M = logits_UV[row_M, token_M].float() / ctx.temperature - lse_U[row_M]
-            grad_M = of_probabilities(row_M, x_M).index_add_(0, of_N, logp_N / ctx.temperature)
-        # The gradient takes the place of the logits, which nobody needs any more: autograd refuses a second pass.
-        for rows, x_UV in _blocks(logits_UV, ctx.temperature):
-            logits_UV[rows] = of_probabilities(rows, x_UV.sub_(lse_U[rows, None]))
-        if logp_N is not None:
+            x_M = torch.empty_like(cell_M, dtype=torch.float32).index_copy_(0, of_N, logp_N)
+            grad_M = of_probabilities(row_M, x_M).index_add_(0, of_N, grad_N / ctx.temperature)
+        # The gradient takes the place of what was kept, which nobody needs any more: autograd refuses a second pass.
+        if ctx.of_entropy:
+            for rows, x_UV in _blocks(logits_UV, ctx.temperature):
+                logits_UV[rows] = of_probabilities(rows, x_UV.sub_(lse_U[rows, None]))
+        else:
+            weight_U.div_(sum_U)
+            for rows, exp_UV in _blocks(logits_UV, 1.0):
+                logits_UV[rows] = exp_UV.mul_(weight_U[rows, None])
+        if grad_N is not None:
             logits_UV[row_M, token_M] = grad_M.to(logits_UV.dtype)
         return logits_UV, None, None, None, None
 

@@ -47,6 +47,7 @@ def _engine(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]])
         "program": PROGRAM_BYTES,
         "weights": _numbers(shapes) * number_bytes,
         "joined_weights": _joined(shapes) * number_bytes,
+        "weights_in_blocks": 0 if number_bytes == WEIGHT_BYTES else _multiplied(shapes) * number_bytes,
         # An adapter is merged into the weights of the base, whose float32 file is mapped.
         "next_weights": _numbers(shapes) * number_bytes if whole else adapted * (number_bytes + WEIGHT_BYTES),
         "checked_tensor": max(map(prod, shapes.values())) * number_bytes,
@@ -143,6 +144,12 @@ def _numbers(shapes: Mapping[str, list[int]]) -> int:
 
 def _joined(shapes: Mapping[str, list[int]]) -> int:
     return sum(prod(shape) for name, shape in shapes.items() if name.removesuffix(".weight").endswith(JOINED))
+
+
+def _multiplied(shapes: Mapping[str, list[int]]) -> int:
+    """Numbers of all weights of products, of which a head that is tied is the embedding."""
+    tied = not any("lm_head" in name for name in shapes)
+    return sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and (tied or "embed" not in name))
 
 
 def _largest_layer(shapes: Mapping[str, list[int]]) -> int:

@@ -97,12 +97,13 @@ class Optimizer:
 
     def update(self) -> Update:
         """Clips the accumulated gradient, takes one update and clears the gradient."""
-        parameters = list(self._named.values())
-        grad_norm = float(whole(nn.utils.clip_grad_norm_(parameters, self._config.max_grad_norm)))
+        norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
+        grad_norm = float(whole(norm))
         lr = learning_rate(self._config, self.updates, self._since_reset)
         if not torch.isfinite(torch.tensor(grad_norm)):
             self._adam.zero_grad()
             return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
+        self._clip(norm, grad_norm)
         for group in self._adam.param_groups:
             group["lr"] = lr * group["peak"] / self._config.lr
         update_norm = self._offloaded_step() if self._offloads else self._step()
@@ -112,24 +113,33 @@ class Optimizer:
             self._since_reset += 1
         return Update(lr=lr, grad_norm=grad_norm, update_norm=update_norm, taken=True)
 
+    def _clip(self, norm: Tensor, value: float) -> None:
+        """Has the gradient shortened to the largest norm: by Adam as it reads it, or before that if it is sharded."""
+        most = self._config.max_grad_norm
+        if any(map(is_sharded, self._named.values())):
+            nn.utils.clip_grads_with_norm_(self._named.values(), most, norm)
+        else:
+            # torch.amp's protocol: fused optimizers divide by this attribute.
+            self._adam.grad_scale = torch.full_like(norm, max(1.0, value / most))  # type: ignore[attr-defined]
+
     def _step(self) -> float:
         """Takes Adam's step; the norm of the change that it made."""
         self._adam.step()
-        return self._norm(self._changes())
+        return self._norm(self._change_norms())
 
     def _offloaded_step(self) -> float:
         """Takes the same step for one parameter after the other; only its moments are beside the weights meanwhile."""
         gradients = {p: p.grad for p in self._named.values() if p.grad is not None}
-        squares: list[Tensor] = []
+        norms: list[Tensor] = []
         self._adam.zero_grad()
         for parameter, gradient in gradients.items():
             parameter.grad = gradient
             self._move_moments(parameter, parameter.device)
             self._adam.step()
-            squares += [torch.linalg.vector_norm(change).reshape(1) for change in self._changes()]
+            norms += self._change_norms()
             self._move_moments(parameter, torch.device("cpu"))
             parameter.grad = None
-        return self._norm(squares)
+        return self._norm(norms)
 
     def _move_moments(self, parameter: nn.Parameter, device: torch.device) -> None:
         state = self._adam.state.get(parameter, {})
@@ -138,8 +148,8 @@ class Optimizer:
                 state[key] = state[key].to(device)
 
     @torch.no_grad()
-    def _changes(self) -> Iterator[Tensor]:
-        """Changes that the last step made, computed from the moments without a copy of the weights."""
+    def _change_norms(self) -> Iterator[Tensor]:
+        """Norm of the change that the last step made to each block of numbers, from the moments alone."""
         for group in self._adam.param_groups:
             shrunk, (beta, beta_sq) = 1 - group["lr"] * group["weight_decay"], group["betas"]
             for parameter in group["params"]:
@@ -152,10 +162,10 @@ class Optimizer:
                 tensors = (state["exp_avg"], state["exp_avg_sq"], parameter)
                 blocks = zip(*(torch.split(local(tensor).flatten(), BLOCK) for tensor in tensors), strict=True)
                 for moment, square, weight in blocks:
-                    change = torch.div(moment, square.sqrt().add_(eps)).mul_(rate)
+                    change = torch.div(moment, square.sqrt().add_(eps))
                     if shrunk != 1:
-                        change.add_(weight + change, alpha=1 / shrunk - 1)
-                    yield change
+                        change.mul_(rate).add_(weight + change, alpha=1 / shrunk - 1).div_(rate)
+                    yield torch.linalg.vector_norm(change).mul_(rate)
 
     def _norm(self, changes: Iterable[Tensor]) -> float:
         named = list(self._named.values())

@@ -93,7 +93,7 @@ def _has_slices(path: Path) -> bool:
 @torch.no_grad()
 def fill(model: PreTrainedModel, files: TensorFiles, device: str) -> None:
     """Gives each parameter without memory its part of the checkpoint. Raises `ModelError` for one that it lacks."""
-    made_of = checkpoint_names.conversions(model, files)
+    made_of = checkpoint_names.with_all_parts(checkpoint_names.conversions(model, files))
     filled: dict[int, nn.Parameter] = {}  # tied parameters stay one
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     empty = [
