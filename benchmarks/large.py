@@ -1,6 +1,6 @@
 """Peak memory with a random model of 281 million parameters and a vocabulary of 151,936, in bfloat16: part of `memory`.
 
-step_mb          peak resident memory of a process that takes two training steps of 4,096 tokens
+step_mb          peak resident memory of a process that takes three training steps of 4,096 tokens
 step_bound_mb    1.25 times float32 weights, gradients and moments, and 300 MB
 load_mb          peak of a process that loads the model in float32 and reads every weight
 rank_load_mb     peaks of two ranks that load it, each its part
@@ -23,18 +23,19 @@ from shoal.config.training import TrainConfig
 from shoal.errors import ShoalError
 from shoal.net.listening import free_port
 from shoal.net.process import torch_environment
+from shoal.trainer.heap import Heap
 from shoal.trainer.ranks import ALONE, Ranks, local
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 
-ROWS, PROMPT_TOKENS, ANSWER_TOKENS, GROUP = 16, 64, 192, 4
+STEPS, ROWS, PROMPT_TOKENS, ANSWER_TOKENS, GROUP = 3, 16, 64, 192, 4
 SHAPE = {
     "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
+    "hidden_size": 896,
+    "intermediate_size": 2688,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
     "head_dim": 64,
     "tie_word_embeddings": True,
 }
@@ -47,7 +48,7 @@ def measure() -> Report:
         parameters = model.num_parameters()
         model.save_pretrained(folder)
         del model
-        say("a model of 281M parameters: two steps")
+        say("a model of 281M parameters: three steps")
         kept_mb, (step_mb,) = parameters * 16 / 1e6, _peaks_mb(folder, "step", 1)
         say("the same model: loaded by one process, then by two ranks")
         (load_mb,), ranks_mb = _peaks_mb(folder, "load", 1), _peaks_mb(folder, "load", 2)
@@ -83,8 +84,10 @@ def main(folder: str, what: str, count: int, master: str, index: int) -> None:
     model = ModelConfig(device="cpu", dtype="bfloat16" if what == "step" else "float32")
     trainer = Trainer(folder, model, TrainConfig(groups_per_step=ROWS // GROUP, lr=1e-6), ranks=ranks)
     if what == "step":
-        for seed in range(2):
+        heap = Heap()
+        for seed in range(STEPS):
             trainer.step(_groups(random.Random(seed)), 0)
+            heap.settle()
     else:  # slices of a mapped file take memory when they are read
         assert sum(float(local(one).sum()) for one in trainer.tensors().values())
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -175,8 +175,8 @@ def _backward(
     grad_v_XLD = torch.bmm(p_XML.transpose(1, 2), grad_XMD)
     grad_p_XML = torch.bmm(grad_XMD, v_XLD.transpose(1, 2))
     grad_score_XML = torch.ops.aten._softmax_backward_data(grad_p_XML, p_XML, -1, p_XML.dtype)
-    grad_q_XMD = torch.bmm(grad_score_XML, k_XLD).mul_(scaling)
-    grad_k_XLD = torch.bmm(grad_score_XML.transpose(1, 2), q_XMD).mul_(scaling)
+    grad_q_XMD = torch.baddbmm(q_XMD, grad_score_XML, k_XLD, beta=0, alpha=scaling)
+    grad_k_XLD = torch.baddbmm(k_XLD, grad_score_XML.transpose(1, 2), q_XMD, beta=0, alpha=scaling)
     return grad_q_XMD, grad_k_XLD, grad_v_XLD
 
 

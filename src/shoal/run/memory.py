@@ -23,6 +23,8 @@ PREFIX_BYTES = 256 * 2**20
 """KV that an engine keeps of ended sequences at most."""
 JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 """Layers whose weights are joined on a CPU: the joint copy is beside the mapped file."""
+OWN_FORWARD = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
+"""Models whose layers Shoal computes without transformers' modules (`shoal.model.family`)."""
 BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -43,11 +45,13 @@ def _engine(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]])
     answers = 2 * config.eval.questions + _rows(config) * config.train.steps
     whole = version_file(config) == FILE
     adapted = _adapted(config, shapes)
+    by_hand = sizes.model_type in OWN_FORWARD and not prepared.devices.engines
+    in_blocks = by_hand and number_bytes < WEIGHT_BYTES
     return {
         "program": PROGRAM_BYTES,
         "weights": _numbers(shapes) * number_bytes,
-        "joined_weights": _joined(shapes) * number_bytes,
-        "weights_in_blocks": 0 if number_bytes == WEIGHT_BYTES else _multiplied(shapes) * number_bytes,
+        "joined_weights": _joined(shapes) * number_bytes if by_hand else 0,
+        "weights_in_blocks": _multiplied(shapes) * number_bytes if in_blocks else 0,
         # An adapter is merged into the weights of the base, whose float32 file is mapped.
         "next_weights": _numbers(shapes) * number_bytes if whole else adapted * (number_bytes + WEIGHT_BYTES),
         "checked_tensor": max(map(prod, shapes.values())) * number_bytes,
@@ -61,7 +65,8 @@ def _trainer(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]]
     parameters, rank, places = _numbers(shapes), config.train.lora.rank, config.cluster.trainer
     ranks = (places.per_host or places.ranks) if places else config.train.ranks
     adapters = sum(rank * sum(shape) for name, shape in shapes.items() if _is_adapted(name, shape, config))
-    by_hand = ranks == 1 and not rank and not config.model.gradient_checkpointing
+    of_family = sizes_of(prepared.model_dir).model_type in OWN_FORWARD and not prepared.devices.ranks
+    by_hand = of_family and ranks == 1 and not rank and not config.model.gradient_checkpointing
     models = 2 if config.train.kl.coefficient else 1  # and the reference
     step = {
         "weights_of_products": models * _copies(config, shapes, by_hand=by_hand, ranks=ranks),

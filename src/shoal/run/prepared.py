@@ -65,6 +65,7 @@ class Sizes(msgspec.Struct, frozen=True):
     intermediate_size: Positive | None = None
     vocab_size: Positive | None = None
     max_position_embeddings: Positive | None = None
+    model_type: str = ""
 
     @property
     def kv_numbers_per_token(self) -> int:

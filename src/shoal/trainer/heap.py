@@ -27,12 +27,14 @@ class Heap:
     def settle(self) -> None:
         """Gives holes back if the process has grown since its first steps, or since the step after the last time.
 
-        Call it after each step.
+        Call it after each step. The first one always leaves holes: it makes moments above its activations.
         """
         if self._trim is None:
             return
         self._steps += 1
-        if self._steps <= SETTLED:
+        if self._steps == 1:
+            self._trim(0)
+        elif self._steps <= SETTLED:
             self._usual_bytes = resident_bytes()
         elif resident_bytes() > GROWN * self._usual_bytes:
             self._trim(0)

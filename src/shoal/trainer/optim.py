@@ -13,7 +13,7 @@ from shoal.errors import TrainerError
 from shoal.trainer.ranks import copies, is_sharded, like, local, norm, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
-BLOCK: Final = 1 << 17
+BLOCK: Final = 1 << 16
 """Numbers of a parameter handled together, so that what is made of them stays in a core's own cache."""
 
 
