@@ -87,12 +87,10 @@ def torch_environment(threads: int, gpus: Sequence[str] = (), *, gathers: bool =
     """Environment of a process that computes with torch on `threads` cores, and on `gpus` if given.
 
     Idle OpenMP threads sleep instead of spinning, because spinning collapses when processes share cores. glibc keeps
-    freed memory instead of returning it to the kernel, which would clear it again for the next tensor. Blocks as large
-    as a chunk of logits are returned: small tensors would settle in their place, and each chunk would take new memory.
-    A rank that `gathers` layers from other ranks returns every layer: glibc finds no kept place for an aligned block of
-    the same size, so that each of 16 layers of 36 MB took 60 MB more. oneDNN keeps 128 compiled products in place of
-    1,024: each size of a micro-batch has about ten of half a megabyte, and compiling one again costs little. glibc asks
-    for huge pages: with those of 4 KB the products of a decoding step of SmolLM2 take 8 % longer.
+    freed memory for the next tensor, which the kernel would clear. Blocks as large as a chunk of logits are returned,
+    as small tensors would settle in their place. A rank that `gathers` layers returns every layer: glibc finds no kept
+    place for an aligned block of the same size, so that 16 layers of 36 MB took 60 MB more each. oneDNN keeps 128 of
+    1,024 compiled products, of about half a megabyte. With huge pages a decoding step's products take 8 % less time.
     """
     return {
         **os.environ,
