@@ -1,4 +1,4 @@
-"""`python -m experiments.peer_teachers [--real] [--quick] [--only KEY] [--cells N] [--results D]`: see claim.md."""
+"""`python -m experiments.peer_teachers [--real] [--quick] [--only KEY] [--cells N] [--steps N] [--results D]`."""
 
 import argparse
 import asyncio
@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--cells", type=int, help="how many of the missing cells to run now")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--real", action="store_true", help="`shoal train` processes, and results in a folder beside")
+    parser.add_argument("--steps", type=int, help="in place of those of the plan")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args(arguments)
     run = run_nodes if options.real else run_together
@@ -36,7 +37,8 @@ def main(arguments: list[str]) -> None:
         options.results /= "real"
     torch.set_num_threads(1)
     plan = tomllib.loads((HERE / "experiment.toml").read_text())
-    full = Scale(3, plan["steps"], plan["each"], questions=plan["questions"], every=plan["every_steps"])
+    steps, every = options.steps or plan["steps"], plan["every_steps"]
+    full = Scale(3, steps, plan["each"], lr=plan["lr"], questions=plan["questions"], every=every)
     scale = QUICK if options.quick else full
     families = list(plan["families"])[: scale.nodes]
     with tempfile.TemporaryDirectory(prefix="shoal-teachers-") as made:

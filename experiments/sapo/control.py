@@ -6,15 +6,12 @@ chance     each question is of a specialty drawn by chance, as in the paper, and
 """
 
 import sys
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from random import Random
 
 from shoal import wire
 from shoal.config import Config, load
-from shoal.interfaces import Environment
 from shoal.net.identity import Identity
 from shoal.net.process import die_with_parent
 from shoal.run.blocking import run_blocking
@@ -26,25 +23,9 @@ from shoal.swarm.envelope import Envelope, Kind, Signer, opened, payload_of
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Offer
 from shoal.swarm.options import NatsOptions
-from shoal.tasks.mixture import Mixture
-from shoal.types import Split, Task, seed_for
 
 NODES_PER_SEED = 1000
 """Node i of seed s has the seed s * 1000 + i."""
-
-
-class ByChance(Mixture):
-    """A mixture whose training questions are each of an environment drawn by chance; held-out ones are in turn."""
-
-    def __init__(self, services: Sequence[Environment], seed: int) -> None:
-        super().__init__(services, [1.0] * len(services))
-        self._seed = seed
-
-    def draw(self, split: Split, index: int) -> Task:
-        """The task at `index`: a pure function of seed, split and index."""
-        if split is Split.EVAL:
-            return super().draw(split, index)
-        return Random(seed_for("specialty", self._seed, index)).choice(self.services).draw(split, index)
 
 
 class Misfits(NatsExchange):
@@ -91,9 +72,7 @@ def main() -> None:
     first = config.seed - config.seed % NODES_PER_SEED
     asked = config.model_copy(update={"seed": first}) if control == "same" else config
     with prepare(asked) as prepared:
-        by_chance = ByChance(list(prepared.environments.values()), config.seed)
-        parts = replace(prepared, service=by_chance) if control == "chance" else prepared
-        run_blocking(trained(config, parts, shuffled=control == "shuffled"))
+        run_blocking(trained(config, prepared, shuffled=control == "shuffled"))
 
 
 async def trained(config: Config, prepared: Prepared, *, shuffled: bool) -> None:

@@ -15,9 +15,9 @@ from experiments.sapo_stacked.verdict import by_node, difference_columns, mean_r
 COLOURS = {
     "4/4": "#2563c9",
     "4/4-same": "#2a8f5b",
-    "4/4-chance": "#7a3fb5",
+    "4/4-order": "#7a3fb5",
     "8/0": "#c5373d",
-    "8/0-chance": "#b58a3f",
+    "16/0": "#111111",
     "4/0": "#d9730d",
     "4/4-shuffled": "#777777",
 }

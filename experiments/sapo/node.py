@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import resource
 import sys
 from collections.abc import Iterable, Sequence
@@ -20,10 +21,15 @@ from shoal.experience.audit import audit
 from shoal.net.process import PARENT
 from shoal.observe.metrics import read_records
 from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.types import seed_for
 
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
-CONTROLS = ("same", "shuffled", "chance")
-"""Names after a cell's, as in 4/4-same: see control.py."""
+CONTROLS = ("same", "shuffled", "order", "again")
+"""Names after a cell's, as in 4/4-same.
+
+`same` and `shuffled` are in control.py. With `order` each node has the specialties in an order of its own, by chance;
+`again` is the cell once more.
+"""
 START_APART_S = 2.0
 """Seconds between two starts: what is imported once is in memory for the next."""
 WAIT_S = 600.0
@@ -69,9 +75,13 @@ def task_configs() -> list[TaskConfig]:
 
 def node_config(folder: Path, model: Path, cell: str, seed: int, scale: Scale, server: str = "") -> Config:
     """One node: I own and J external groups a round, everything else as `preset = "sapo"` has it."""
-    own, external = map(int, cell.split("/"))
+    split, _, control = cell.partition("-")
+    own, external = map(int, split.split("/"))
+    asked = tasks()
+    if control == "order":
+        random.Random(seed_for("order of specialties", seed)).shuffle(asked)
     swarm = swarm_settings(server, own, external, scale) if external else {"external_groups": 0}
-    return parse({**settings(folder, model, tasks(), own, scale), "seed": seed, "swarm": swarm})
+    return parse({**settings(folder, model, asked, own, scale), "seed": seed, "swarm": swarm})
 
 
 def settings(folder: Path, model: Path, asked: list[JsonValue], own: int, scale: Scale) -> dict[str, JsonValue]:
@@ -112,7 +122,7 @@ async def run_cell(folder: Path, model: Path, cell: str, seed: int, scale: Scale
         url = ""
         if not split.endswith("/0"):
             url = (await stack.enter_async_context(NatsServer(ServerOptions(folder / "server")))).url
-        configs = (node_config(run, model, split, 1000 * seed + i, scale, url) for i, run in enumerate(runs))
+        configs = (node_config(run, model, cell, 1000 * seed + i, scale, url) for i, run in enumerate(runs))
         before_s = processor_s()
         await train_all(configs, control)
         used_s = processor_s() - before_s
@@ -138,7 +148,7 @@ async def train_all(configs: Iterable[Config], control: str = "") -> None:
 async def _train(config: Path, control: str) -> None:
     """One node, to its end. Raises `ChildDied`."""
     command = ["-c", MAIN, "train", str(config), "--json"]
-    if control:
+    if control in ("same", "shuffled"):
         command = ["-m", "experiments.sapo.control", str(config), control]
     with config.with_suffix(".log").open("ab") as log:
         process = await asyncio.create_subprocess_exec(

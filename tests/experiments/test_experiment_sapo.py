@@ -9,8 +9,9 @@ import pytest
 from pydantic import JsonValue
 
 from experiments.sapo.__main__ import HERE, main
-from experiments.sapo.control import ByChance, Misfits
-from experiments.sapo.node import Scale, run_cell, task_configs
+from experiments.sapo.control import Misfits
+from experiments.sapo.node import Scale, node_config, run_cell
+from experiments.sapo_stacked.questions import SETTINGS
 from shoal import wire
 from shoal.config import parse
 from shoal.errors import ConfigError
@@ -18,8 +19,6 @@ from shoal.net.identity import Identity
 from shoal.swarm.envelope import Kind, Signer, is_genuine, opened, payload_of
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.server import NatsServer, ServerOptions
-from shoal.tasks.library import Library
-from shoal.types import Split
 from until import until
 
 
@@ -73,18 +72,17 @@ def test_shuffled_answers_come_with_another_question_under_a_signature_that_hold
     assert [(one.claim.truth, one.rollouts[0].text) for one in offers] == [("0", "0"), ("1", "2"), ("2", "1")]
 
 
-def test_specialties_by_chance_are_drawn_alike_for_a_seed_and_otherwise_for_another() -> None:
-    with Library(task_configs(), 0) as library:
-        names = [
-            [ByChance(library.services, seed).draw(Split.TRAIN, index).service for index in range(40)]
-            for seed in (1, 2, 1)
-        ]
-        held_out = [ByChance(library.services, 1).draw(Split.EVAL, index).service for index in range(9)]
-    assert names[0] == names[2] != names[1]
-    assert set(names[0]) == set(held_out)
-    assert len(set(held_out)) == 9
+def test_each_node_has_an_order_of_the_specialties_where_the_control_says_so(tmp_path: Path) -> None:
+    plain, first, other, again = (
+        [task.name for task in node_config(tmp_path, tmp_path, cell, seed, Scale(), "nats://127.0.0.1:9").tasks]
+        for cell, seed in (("4/4", 1), ("4/4-order", 1), ("4/4-order", 2), ("4/4-order", 1))
+    )
+    assert plain == list(SETTINGS)
+    assert first == again
+    assert len({*map(tuple, (plain, first, other))}) == 3
+    assert sorted(first) == sorted(other) == sorted(plain)
 
 
 def test_a_control_of_another_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="same, shuffled, chance"):
+    with pytest.raises(ConfigError, match="same, shuffled, order"):
         asyncio.run(run_cell(tmp_path, tmp_path, "4/4-shufled", 0, Scale()))
