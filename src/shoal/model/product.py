@@ -30,9 +30,13 @@ class Product:
 
     def lay_out(self) -> None:
         """Takes up the present weight."""
-        if has_blocks(self._weight_OI):
-            self._blocks = None  # two copies would take memory for nothing
-            self._blocks = _mkldnn()._reorder_linear_weight(self._weight_OI.contiguous(), _ROWS)
+        if not has_blocks(self._weight_OI):
+            return
+        blocks = _mkldnn()._reorder_linear_weight(self._weight_OI.contiguous(), _ROWS)
+        if self._blocks is None:
+            self._blocks = blocks
+        else:  # in place: glibc finds no kept room for an aligned block of the same size
+            self._blocks.copy_(blocks)
 
     def __call__(self, x_TI: Tensor, residual_TO: Tensor | None = None) -> Tensor:
         """Product [T, O] with the bias; without a bias also added to a residual stream."""
