@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-PYTHON = os.environ.get("SHOAL_VLLM_PYTHON", "")
+PYTHON = os.path.abspath(said) if (said := os.environ.get("SHOAL_VLLM_PYTHON")) else ""
+"""Of an environment that has vLLM; absolute, since roles start it in folders of their own. Empty: none is named."""
 START_TIMEOUT_S = 240.0
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
