@@ -10,7 +10,7 @@ from test_layers import imported, modules
 # last, the package tinker loads torch.
 COMPUTING = (
     *("model.attention", "model.checkpoint_names", "model.family", "model.loading", "model.packed"),
-    *("model.routing", "model.tensor_files", "model.token_logprobs", "model.training_forward"),
+    *("model.product", "model.routing", "model.tensor_files", "model.token_logprobs", "model.training_forward"),
     "engine",
     "trainer",
     "tinker",
