@@ -7,7 +7,9 @@ Shares are of the time after the first step, in which the engine starts on nothi
 busy             share of the time in which the engine computes, over all steps but the first one
 busy_later       the same after `FIRST_STEPS` steps
 busy_share       `busy` over the slow link, over that over the other; `busy_share_later` of `busy_later`
+steps_ratio      steps per second over the slow link, over those over the other, after `FIRST_STEPS` steps
 staleness_max    largest staleness of what was trained
+gate_closed      share of the time in which the staleness bound keeps the engine from new groups
 load_s           seconds from the end of a Version's file until the engine computes with it
 full_s           seconds that a whole Version of `full_bytes` would need on the slow link
 """
@@ -37,7 +39,7 @@ from shoal.run.demo import real_config
 from shoal.weights.store import FILE
 
 RATE_BIT_PER_S, ROUND_TRIP_S = 50e6, 0.1
-STEPS, QUICK_STEPS, FIRST_STEPS, GROUPS = 12, 8, 4, 3
+STEPS, QUICK_STEPS, FIRST_STEPS = 16, 8, 4
 PATIENCE_S = 3600.0
 
 
@@ -73,6 +75,7 @@ def measure(quick: bool) -> Report:
         "steps": steps,
         "busy_share": found["slow"]["busy"] / found["direct"]["busy"],
         "busy_share_later": found["slow"]["busy_later"] / found["direct"]["busy_later"],
+        "steps_ratio": found["direct"]["step_s"] / found["slow"]["step_s"],
         **found,
         "full_bytes": full_bytes,
         "full_s": 8 * full_bytes / RATE_BIT_PER_S,
@@ -91,7 +94,7 @@ def main(name: str, steps: int) -> Report:
         words = [sys.executable, "-m", "shoal.cli", "engine", "join", f"http://{listen}", "--threads=1"]
         hosts = (FarHosts if name == "slow" else Namespaces)(lambda _: ["env", f"{TOKEN_VARIABLE}={token}", *words])
         hosts.add()
-        overrides = [f"train.steps={steps}", f"train.groups_per_step={GROUPS}", "eval.questions=4", "engine.count=0"]
+        overrides = [f"train.steps={steps}", "eval.questions=4", "engine.count=0"]
         model = _in_bfloat16(local_directory(SMOLLM2), Path(folder) / "model")
         config = real_config(run_dir, 0, [*overrides, f"cluster.listen={listen}", f"model.path={model}"])
         file = run_dir.with_suffix(".toml")
@@ -119,6 +122,7 @@ def _figures(steps: list[dict[str, Any]], run_dir: Path) -> Report:
         "busy": _busy(steps, "engine_busy", 1),
         "busy_later": _busy(steps, "engine_busy", FIRST_STEPS),
         "trainer_busy": _busy(steps, "trainer_busy", FIRST_STEPS),
+        "gate_closed": _busy(steps, "gate_closed", FIRST_STEPS),
         "staleness_max": max(one["staleness_max"] for one in steps),
         "load_s": fmean(one["load_s"] for one in later),
         "step_s": (later[-1]["time_s"] - steps[FIRST_STEPS - 1]["time_s"]) / len(later),

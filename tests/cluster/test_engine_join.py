@@ -27,15 +27,16 @@ def test_a_run_goes_on_while_engines_that_nobody_listed_come_and_are_killed(
         SHOAL_RUN_TOKEN=TOKEN,
         **trusted,
     )
-    first = joining(tmp_path / "first", *engine, **trusted)
-    wait_for_steps(tmp_path / "run", 3, run)
-    second = joining(tmp_path / "second", *engine, **trusted)
+    # Before any engine has joined: until then the run cannot end, and these two are told why they cannot join.
     stranger = joining(tmp_path / "stranger", *engine, token="another", **trusted)
     careful = joining(tmp_path / "careful", *engine, SSL_CERT_FILE="")
     assert stranger.wait(300) == 2
     assert "wants its token" in (tmp_path / "stranger" / "output").read_text()
     assert careful.wait(300) == 2
     assert "SSL_CERT_FILE names the authority" in (tmp_path / "careful" / "output").read_text()
+    first = joining(tmp_path / "first", *engine, **trusted)
+    wait_for_steps(tmp_path / "run", 3, run)
+    second = joining(tmp_path / "second", *engine, **trusted)
     assert run.poll() is None, "this test wants more steps"
     first.kill()
     first.wait(60)
