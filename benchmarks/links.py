@@ -2,6 +2,8 @@
 
 The engine's host has namespaces of its own (`benchmarks.hosts`). SmolLM2 learns sums on this host. Its file has
 bfloat16, as checkpoints of models have, so the engine that has pulled it gets each Version as a difference to it.
+It decodes few answers at once, so that the run waits for it: of an engine that waits for the trainer, idle time says
+nothing about the link.
 Shares are of the time after the first step, in which the engine starts on nothing, and of the time after later ones.
 
 busy             share of the time in which the engine computes, over all steps but the first one
@@ -39,7 +41,7 @@ from shoal.run.demo import real_config
 from shoal.weights.store import FILE
 
 RATE_BIT_PER_S, ROUND_TRIP_S = 50e6, 0.1
-STEPS, QUICK_STEPS, FIRST_STEPS = 16, 8, 4
+STEPS, QUICK_STEPS, FIRST_STEPS, AT_ONCE = 16, 8, 4, 4
 PATIENCE_S = 3600.0
 
 
@@ -94,7 +96,8 @@ def main(name: str, steps: int) -> Report:
         words = [sys.executable, "-m", "shoal.cli", "engine", "join", f"http://{listen}", "--threads=1"]
         hosts = (FarHosts if name == "slow" else Namespaces)(lambda _: ["env", f"{TOKEN_VARIABLE}={token}", *words])
         hosts.add()
-        overrides = [f"train.steps={steps}", "eval.questions=4", "engine.count=0"]
+        few = f"engine.max_running={AT_ONCE}"
+        overrides = [f"train.steps={steps}", "eval.questions=4", "engine.count=0", few]
         model = _in_bfloat16(local_directory(SMOLLM2), Path(folder) / "model")
         config = real_config(run_dir, 0, [*overrides, f"cluster.listen={listen}", f"model.path={model}"])
         file = run_dir.with_suffix(".toml")
