@@ -22,7 +22,25 @@ def test_logprobs_of_decoded_rows_are_as_near_to_float32_as_rounding_lets_them(
     kind: str, rows: int, tmp_path: Path
 ) -> None:
     path = saved(kind, tmp_path, num_key_value_heads=2, **KINDS[kind])
-    ours = StepEngine(load_model(path, dtype="bfloat16"), EngineLimits(max_model_len=96, max_running=16))
+    check(engine_of(path), path, rows)
+
+
+def test_new_weights_are_those_that_are_multiplied(tmp_path: Path) -> None:
+    """Products keep a second layout of the weights, which loading must renew."""
+    first, second = (saved("Qwen3", tmp_path / str(seed), seed, num_key_value_heads=2) for seed in (0, 1))
+    ours = engine_of(first)
+    loaded = ours.update(ours.slots.staged(1, second, None))
+    ours.step()
+    assert loaded.result(0) == 1
+    check(ours, second, rows=12)
+
+
+def engine_of(path: Path) -> StepEngine:
+    return StepEngine(load_model(path, dtype="bfloat16"), EngineLimits(max_model_len=96, max_running=16))
+
+
+def check(ours: StepEngine, path: Path, rows: int) -> None:
+    """Decodes some rows; transformers gives their tokens nearly the same logprobs in float32."""
     requests = [Request(list(range(5, 9 + 2 * row)), Sampling(max_tokens=30, seed=row)) for row in range(rows)]
     for request in requests:
         ours.submit(request)
