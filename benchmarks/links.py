@@ -34,7 +34,7 @@ from benchmarks.hosts import HEAD, UNSHARED, Namespaces, can_isolate
 from benchmarks.slow_link import SlowLink
 from shoal.config import to_toml
 from shoal.errors import ShoalError
-from shoal.model.gguf import SMOLLM2
+from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.run.demo import real_config

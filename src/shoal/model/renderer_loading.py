@@ -9,11 +9,11 @@ from pathlib import Path
 
 from shoal.errors import ModelError
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.gguf import convert, gguf_file
+from shoal.model.quantised import convert, dequantised, gguf_file
 
 
 def local_directory(path: str) -> Path:
-    """Directory of a model: the named directory, a converted GGUF file, or the download of a hub name.
+    """Directory of a model: the named one, the download of a hub name, or what was made of their quantised weights.
 
     Raises `ModelError`.
     """
@@ -24,19 +24,20 @@ def local_directory(path: str) -> Path:
     if directory.is_dir():
         if not (directory / "config.json").is_file():
             raise ModelError(f"model directory {path!r} has neither config.json nor a GGUF file: it is no model")
-        return directory
+        return dequantised(directory)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"model directory {path!r} does not exist")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(path, ignore_patterns=["*.bin", "*.gguf", "*.pth", "original/*"]))
+        fetched = snapshot_download(path, ignore_patterns=["*.bin", "*.gguf", "*.pth", "original/*"])
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ModelError(
             f"model {path!r} is neither a directory nor a hub model that can be fetched: {reason}"
         ) from error
+    return dequantised(Path(fetched))
 
 
 def load_renderer(path: Path) -> ChatRenderer:

@@ -7,8 +7,8 @@ from itertools import product
 from pathlib import Path
 
 from shoal.config import Config, parse
-from shoal.model.gguf import SMOLLM2
 from shoal.model.made_models import cache_directory
+from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.observe.report import write_report
 from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model

