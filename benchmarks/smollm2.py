@@ -35,10 +35,10 @@ from shoal.engine.request import Request
 from shoal.engine.step_engine import StepEngine
 from shoal.errors import ShoalError
 from shoal.model import MOST_LOGITS
-from shoal.model.quantised import SMOLLM2
 from shoal.model.loading import load_model
 from shoal.model.prefix_tree import prefix_tree
 from shoal.model.product import Product
+from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.net.process import torch_environment
 from shoal.trainer.packing import micro_batches
