@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations.heterogeneity.configuration_utils import AmbiguousGlobalPerLayerAttributeError
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.errors import ModelError
@@ -69,6 +70,8 @@ def small(default: PreTrainedConfig, *, forced: bool) -> dict[str, object]:
     kinds = known(default, "layer_types")
     if isinstance(kinds, list) and "layer_types" not in fixed:  # four layers with every kind there is
         wanted["layer_types"] = (list(dict.fromkeys(kinds)) * 4)[:4]
+    if known(default, "per_layer_config") is not None and known(default, "num_hidden_layers"):
+        wanted |= {"per_layer_config": {}, "head_dim": 8, "num_attention_heads": 4}
     for name in default.sub_configs:
         if isinstance(inner := known(default, name), PreTrainedConfig):
             wanted[name] = small(inner, forced=forced)
@@ -79,7 +82,7 @@ def known(config: PreTrainedConfig, name: str) -> object:
     """A setting; None where a configuration has none, or another one for each layer."""
     try:
         return getattr(config, name, None)
-    except AttributeError:
+    except (AttributeError, AmbiguousGlobalPerLayerAttributeError):
         return None
 
 

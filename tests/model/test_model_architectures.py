@@ -16,12 +16,22 @@ from shoal.model.packed import packed_logprobs
 ROWS = ((5, 6, 7, 8, 9, 3, 4, 11, 12), (5, 6, 7, 20, 21), (40, 41, 42, 43, 44, 45, 46), (9, 8))
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+OF_GEMMA_4 = {
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 3,
+    "per_layer_config": {"1": {"head_dim": 16}, "2": {"head_dim": 16}},
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
+"""Heads of two widths, and a layer with the keys and values of the one before it."""
 COMPUTED = [
     ("Llama", {"num_key_value_heads": 2}),
     ("Qwen2", {"num_key_value_heads": 2, "use_sliding_window": True, **WINDOWS}),
     ("Qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
     ("Qwen3Moe", {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS}),
     ("Gemma3Text", {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 8, **WINDOWS}),
+    ("Gemma4Text", {"num_key_value_heads": 2, "head_dim": 8, "num_kv_shared_layers": 1, **OF_GEMMA_4}),
     ("Mistral", {"num_key_value_heads": 2, "sliding_window": 3}),
     ("Phi", {}),
     ("Phi3", {"num_key_value_heads": 2}),
@@ -36,6 +46,7 @@ REFUSED = [
     ("Doge", {"num_key_value_heads": 2}, "'attention_mask'"),
     ("Gemma2", {"num_key_value_heads": 2, "head_dim": 8}, "cap attention logits"),
     ("Bloom", {"n_layer": 2, "n_head": 4}, "from transformers' own"),
+    ("GPTJ", {"n_layer": 2, "n_head": 4, "rotary_dim": 4}, "no other form"),
     ("FalconH1", {"num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "."),
     ("Qwen3Next", {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS}, "'linear_attention'"),
 ]

@@ -8,18 +8,17 @@ from transformers import PreTrainedModel
 
 
 def saved(kind: str, path: Path, seed: int = 0, vocabulary: int = 97, **settings: object) -> Path:
-    """A directory with a model of 2 layers and width 32."""
+    """A directory with a model of width 32, and of 2 layers if not told otherwise."""
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=vocabulary,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
         num_attention_heads=4,
         initializer_range=0.2,
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=1,
-        **{"max_position_embeddings": 256, **settings},
+        **{"num_hidden_layers": 2, "max_position_embeddings": 256, **settings},
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

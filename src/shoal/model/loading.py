@@ -106,7 +106,7 @@ def refuse_different(model: PreTrainedModel) -> None:
             logp_T = packed_logprobs(model, torch.cat(rows), [len(row_L) for row_L in rows])
             model.set_attn_implementation("eager")
             own = [model(row_L[None], use_cache=False).logits[0].float().log_softmax(-1) for row_L in rows]
-        except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ModelError(f"models of kind {model.config.model_type!r} are not supported: {reason}") from error
         finally:
@@ -128,14 +128,12 @@ def load_model(
     path: Path | str, *, dtype: str = "float32", device: str = "cpu", gradient_checkpointing: Checkpointing = False
 ) -> PreTrainedModel:
     """Causal LM of a directory or hub name, in evaluation mode. Raises `ModelError`."""
-    try:
+    with _loading(path):
         config = AutoConfig.from_pretrained(path)
         refuse_unsupported(config)
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION, output_loading_info=True
         )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     if missing := sorted(loaded["missing_keys"]):  # transformers draws them at random
         raise ModelError(f"model {str(path)!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
     model.to(device).eval()
@@ -169,21 +167,31 @@ def empty_model(path: Path | str, *, few_tokens: int | None = None) -> PreTraine
 
     With `few_tokens` its vocabulary is so many random tokens, which take memory. Raises `ModelError`.
     """
-    try:
+    with _loading(path), _without_memory():
         config = AutoConfig.from_pretrained(path)
         refuse_unsupported(config)
-        with _without_memory():
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=ATTENTION
-            )
-    except (OSError, ValueError) as error:
-        raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation=ATTENTION
+        )
     if few_tokens is not None:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         with torch.random.fork_rng(devices=[]):
             model.set_input_embeddings(nn.Embedding(few_tokens, embedding.embedding_dim))
             model.set_output_embeddings(nn.Linear(head.in_features, few_tokens, bias=False))
     return model.eval()
+
+
+@contextmanager
+def _loading(path: Path | str) -> Iterator[None]:
+    """What transformers raises inside becomes a `ModelError` that names the model."""
+    try:
+        yield
+    except KeyError as error:
+        if error.args != (ATTENTION,):
+            raise
+        raise ModelError(f"model {str(path)!r} is not supported: its attention has no other form than its own") from error
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager
