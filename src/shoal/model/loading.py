@@ -189,7 +189,7 @@ def _loading(path: Path | str) -> Iterator[None]:
     except KeyError as error:
         if error.args != (ATTENTION,):
             raise
-        raise ModelError(f"model {str(path)!r} is not supported: its attention has no other form than its own") from error
+        raise ModelError(f"model {str(path)!r} is not supported: its attention cannot be replaced") from error
     except (OSError, ValueError) as error:
         raise ModelError(f"model {str(path)!r} cannot be loaded: {str(error).splitlines()[0]}") from error
 
