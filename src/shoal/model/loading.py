@@ -183,7 +183,7 @@ def empty_model(path: Path | str, *, few_tokens: int | None = None) -> PreTraine
 
 @contextmanager
 def _loading(path: Path | str) -> Iterator[None]:
-    """What transformers raises inside becomes a `ModelError` that names the model."""
+    """Errors of transformers become a `ModelError` that names the model."""
     try:
         yield
     except KeyError as error:
