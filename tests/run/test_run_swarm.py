@@ -202,3 +202,10 @@ def test_settings_that_no_swarm_can_fulfil_are_a_sentence_before_anything_starts
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
         run_training(parse({"tasks": [{"name": "gcd"}], "swarm": swarm}))
+
+
+def test_a_preset_that_wants_peers_is_named_where_no_server_is_and_so_is_the_way_to_train_alone() -> None:
+    settings = {"preset": "sapo", "tasks": [{"name": "gcd"}]}
+    said = 'swarm.external_groups: preset = "sapo" sets 4; peers\' groups need swarm.servers .* to 0 to train alone'
+    with pytest.raises(ConfigError, match=said):
+        run_training(parse(settings))

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from shoal import checker
 from shoal.checker import leaves, task_spec
 from shoal.config import Config
+from shoal.config.presets import PRESETS
 from shoal.errors import ConfigError, TaskError, without_credentials
 from shoal.interfaces import Environment
 from shoal.net.listening import listening_socket
@@ -34,7 +35,13 @@ def check_start(config: Config, *, resume: bool = False) -> None:
     if swarm.servers:
         NatsOptions(swarm.servers, swarm.name)
     elif swarm.external_groups:
-        raise ConfigError("swarm.external_groups: peers' groups need swarm.servers to come from")
+        preset = PRESETS.get(config.preset or "", {}).get("swarm.external_groups")
+        is_preset = preset is not None and preset.value == swarm.external_groups
+        by = f'preset = "{config.preset}" sets {swarm.external_groups}; ' if is_preset else ""
+        raise ConfigError(
+            f"swarm.external_groups: {by}peers' groups need swarm.servers to come from. "
+            "Name servers, or set swarm.external_groups to 0 to train alone"
+        )
     packages: list[tuple[str, object, str, str]] = [
         ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
         ("metrics.wandb_project", metrics.wandb_project is not None, "wandb", "wandb"),
