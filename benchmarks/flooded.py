@@ -2,10 +2,13 @@
 
 steps_ratio          steps per second with the flood over steps while the same frames go to another swarm: median of
                      `steps_ratios`, each of two windows side by side
-steps_ratio_idle     the same over steps while nobody sends anything
+steps_ratio_even     the same at equal speed of the machine: each ratio times that of the engine's processor time per
+                     step, which is the same work in all windows and takes up to half as long again in some
+steps_ratio_idle     steps per second with the flood over steps while nobody sends anything
 cpu_ratio            processor time of the node per step with the flood over that while it goes to another swarm
 steps_per_s          with the flood, with the flood elsewhere, without one
 cpu_s_per_step       processor time of the node in the same windows, its workers and trainer included
+cpu_s_by_process     the same by process
 external_per_step    groups of the honest generator that a step trained in the same windows
 frames_per_s         that the hostile peers really sent
 trained_hostile      groups of theirs that the node trained: none
@@ -25,11 +28,14 @@ import signal
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+import psutil
 
 from benchmarks import child_environment
 from benchmarks.flood import NOBODY
@@ -40,7 +46,6 @@ from shoal.experience.audit import audit
 from shoal.net.process import PARENT
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_swarm import FOLDER, generate
-from shoal.sandbox.usage import usage_of
 from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import GeneratorPace
@@ -55,13 +60,14 @@ from shoal.types import Split
 Report = dict[str, object]
 SWARM, OTHER = "reef", "elsewhere"
 RATE_PER_S = 10_000
-ROUNDS = 3
+ROUNDS = 5
 HANGING = 300
 """Authors of an answer that hangs."""
 COUNTED_S = 10.0
 """Counted seconds of each window."""
 SETTLING_S = {OTHER: 2.0, SWARM: 2.0, NOBODY: 20.0}
 """Seconds at the start of a window that do not count: after a flood the node reads its rest for a while."""
+ENGINE = "shoal.engine.http_server"
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 
@@ -73,8 +79,8 @@ class Mark:
     steps: int
     external: int
     """Groups of peers trained."""
-    cpu_s: float
-    """Processor seconds of all its processes."""
+    cpu_s: Counter[str]
+    """Processor seconds of its processes, by module."""
 
 
 def measure(quick: bool) -> Report:
@@ -174,9 +180,21 @@ def _steps_so_far(run: Path) -> int:
 
 
 def _mark(run: Path, pid: int) -> Mark:
-    now_s, cpu_s = time.monotonic(), usage_of(pid).cpu_s
+    now_s, cpu_s = time.monotonic(), _cpu_s(pid)
     external = [int(count) for count in re.findall(rb'"external":(\d+)', (run / "metrics.jsonl").read_bytes())]
     return Mark(now_s, _steps_so_far(run), sum(external), cpu_s)
+
+
+def _cpu_s(pid: int) -> Counter[str]:
+    """Processor seconds of a process and its descendants, by module; of children that have ended, under `ended`."""
+    root, found = psutil.Process(pid), Counter[str]()
+    for process in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            words, times = process.cmdline(), process.cpu_times()
+            found[words[words.index("-m") + 1] if "-m" in words else "main"] += times.user + times.system
+            if process == root:
+                found["ended"] = times.children_user + times.children_system
+    return found
 
 
 async def _counted(
@@ -199,24 +217,33 @@ async def _counted(
 def _rates(spans: Sequence[tuple[str, Mark, Mark]]) -> Report:
     """Figures of the windows."""
     steps: defaultdict[str, float] = defaultdict(float)
-    seconds, cpu_s, external = steps.copy(), steps.copy(), steps.copy()
+    seconds, external = steps.copy(), steps.copy()
+    processes: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for swarm, begun, ended in spans:
         steps[swarm] += ended.steps - begun.steps
         seconds[swarm] += ended.time_s - begun.time_s
-        cpu_s[swarm] += ended.cpu_s - begun.cpu_s
+        processes[swarm].update({name: cpu_s - begun.cpu_s[name] for name, cpu_s in ended.cpu_s.items()})
         external[swarm] += ended.external - begun.external
     if not all(steps[swarm] for swarm in (SWARM, OTHER, NOBODY)):
         raise ChildDied("bench hostile: the flood or the node ended before all was measured")
-    ratios = [_per_s(flooded) / _per_s(spared) for spared, flooded in zip(spans[::3], spans[1::3], strict=True)]
+    pairs = list(zip(spans[::3], spans[1::3], strict=True))
+    ratios = [_per_s(flooded) / _per_s(spared) for spared, flooded in pairs]
+    slower = [_engine_s(flooded) / _engine_s(spared) for spared, flooded in pairs]
     per_s = {swarm: steps[swarm] / seconds[swarm] for swarm in steps}
     names = {"flood": SWARM, "elsewhere": OTHER, "none": NOBODY}
+    cpu_s = {swarm: found.total() for swarm, found in processes.items()}
     return {
         "steps_ratio": median(ratios),
         "steps_ratios": ratios,
+        "steps_ratio_even": median(ratio * slow for ratio, slow in zip(ratios, slower, strict=True)),
         "steps_ratio_idle": per_s[SWARM] / per_s[NOBODY],
         "cpu_ratio": cpu_s[SWARM] / steps[SWARM] / (cpu_s[OTHER] / steps[OTHER]),
         "steps_per_s": {name: per_s[swarm] for name, swarm in names.items()},
         "cpu_s_per_step": {name: cpu_s[swarm] / steps[swarm] for name, swarm in names.items()},
+        "cpu_s_by_process": {
+            name: {module: total_s / steps[swarm] for module, total_s in processes[swarm].items()}
+            for name, swarm in names.items()
+        },
         "external_per_step": {name: external[swarm] / steps[swarm] for name, swarm in names.items()},
     }
 
@@ -225,6 +252,12 @@ def _per_s(span: tuple[str, Mark, Mark]) -> float:
     """Steps per second of a window."""
     _, begun, ended = span
     return (ended.steps - begun.steps) / (ended.time_s - begun.time_s)
+
+
+def _engine_s(span: tuple[str, Mark, Mark]) -> float:
+    """Processor seconds of the engine per step of a window."""
+    _, begun, ended = span
+    return (ended.cpu_s[ENGINE] - begun.cpu_s[ENGINE]) / (ended.steps - begun.steps)
 
 
 def _outcome(folder: Path) -> Report:

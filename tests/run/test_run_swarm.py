@@ -18,14 +18,17 @@ from shoal.config import load, parse
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
 from shoal.net.identity import Identity
+from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.plan import prepare
 from shoal.run.training import run_training, train
+from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.types import Split
 from until import until
 
 CONFIG = """
@@ -186,6 +189,34 @@ def test_a_run_takes_groups_of_a_swarm_in_memory(config: Path) -> None:
     with prepare(settings) as prepared:
         asyncio.run(train(settings, prepared, exchange=hub.join()))
     assert [step["external"] for step in steps_of(run)] == [1]
+
+
+def test_a_hanging_answer_of_a_peer_takes_the_processor_time_of_peers_and_not_that_of_own_answers(
+    tmp_path: Path,
+) -> None:
+    save(untrained(Shape(width=32, heads=2, feed_forward=64, context=128), 0), tmp_path / "tiny")
+    hub, peer, run = MemorySwarm(), Identity.fresh(), tmp_path / "run"
+    settings = parse(
+        {
+            "run_dir": str(run),
+            "model": {"path": str(tmp_path / "tiny")},
+            "tasks": [{"name": "countdown", "rewrite": [[r"(?s)\n.*$", ""]]}],
+            "rollout": {"group_size": 2, "max_tokens": 4},
+            "train": {"steps": 1, "groups_per_step": 1},
+            "eval": {"every_steps": 0, "questions": 1},
+            "reward": {"timeout_s": 3600},
+            "swarm": {"external_groups": 1, "score_s": 0.2, "wait_s": 30, "round_offers": 1},
+        }
+    )
+    with prepare(settings) as prepared:
+        own = OwnTasks(prepared.environments.values())
+        claim = asyncio.run(own.claim(prepared.environments["countdown"].draw(Split.TRAIN, 1)))
+        own.close()
+        made = Offer(claim, (OfferedRollout("9**9**9**9**9"),) * 2, GeneratorKind.RULE, "x", time.time())
+        frame = Signer(peer, settings.swarm.name, session=1).frame(Kind.OFFER, wire.encode(made), time.time())
+        hub.put(Kind.OFFER, peer.peer_id, frame)
+        asyncio.run(train(settings, prepared, exchange=hub.join()))
+    assert json.loads((run / "swarm" / "status.json").read_text())["refused"]["no verdict in time"] == 1
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,9 @@ class SwarmConfig(Section):
     draw_s: float = Field(
         5.0, gt=0, description="Seconds in which a peer's question must be drawn again, or a conversation played."
     )
+    score_s: float = Field(
+        1.0, gt=0, description="Processor time of one score of a peer's answer; more counts against its author."
+    )
     draw_characters: int = Field(
         8000, ge=1, description="Length of question and truth up to which a peer's own settings are taken."
     )

@@ -154,11 +154,7 @@ class WorkerScorer:
     @property
     def values(self) -> Mapping[str, float]:
         """Metrics: replaced workers, and percentiles in seconds over the latest groups (queue) and answers (run)."""
-        times = {
-            f"scorer_{name}_p{share}_s": percentile(latest, share / 100)
-            for name, latest in (("queue", self._queue_s), ("run", self._run_s))
-            for share in (50, 99)
-        }
+        times = percentiles("scorer_queue", self._queue_s) | percentiles("scorer_run", self._run_s)
         return {"scorer_restarts": sum(max(slot.started - 1, 0) for slot in self._slots), **times}
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
@@ -267,7 +263,10 @@ class _Worker(BoxedChild):
         return _Exhausted(str(death)) if self._process.returncode in KILLED_BY_BOUND else death
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all are at or below; 0 of none."""
+def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """The values that 50 and 99 % of all are at or below, as `NAME_p50_s` and `NAME_p99_s`; 0 of none."""
     ordered = sorted(values)
-    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
+    last = len(ordered) - 1
+    return {
+        f"{name}_p{share}_s": ordered[min(share * len(ordered) // 100, last)] if ordered else 0.0 for share in (50, 99)
+    }

@@ -27,7 +27,7 @@ from shoal.reward.cache import RewardCache, answer_key, is_cacheable, key_of
 from shoal.reward.code_runner import CodeScorer, failed
 from shoal.reward.llm_judge import JudgeScorer
 from shoal.reward.remote import RemoteScorer
-from shoal.reward.scorer import WINDOW, WorkerScorer, percentile
+from shoal.reward.scorer import WINDOW, WorkerScorer, percentiles
 from shoal.reward.user_functions import FunctionScorer
 from shoal.types import Reward, RewardStatus, Task
 
@@ -108,8 +108,7 @@ class RewardService:
             "scorer_timed_out": self._counts[RewardStatus.TIMED_OUT],
             "scorer_failed": self._counts[RewardStatus.FAILED],
             "scorer_cached_share": self.cache.hits / asked if asked else 0.0,
-            "scorer_p50_s": percentile(self._total_s, 0.5),
-            "scorer_p99_s": percentile(self._total_s, 0.99),
+            **percentiles("scorer", self._total_s),
             "scorer_sandboxes": self._code.sandboxes,
             **(self._workers.values if self.remote is None else {}),
         }

@@ -87,7 +87,9 @@ async def swarm_node(
         services = list(prepared.environments.values())
         joined = await stack.enter_async_context(_joined(config, run_dir, services, exchange))
         if apart and config.swarm.external_groups:
-            alone = config.model_copy(update={"reward": config.reward.model_copy(update={"workers": 1})})
+            shorter_s = min(config.reward.timeout_s, config.swarm.score_s)
+            reward = config.reward.model_copy(update={"workers": 1, "timeout_s": shorter_s})
+            alone = config.model_copy(update={"reward": reward})
             log = run_dir / "logs" / "peers.log"
             scorer = await stack.enter_async_context(own_scorer(alone, prepared, log, resumable=True))
         with snapshot(run_dir) as connection:

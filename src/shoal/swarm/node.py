@@ -20,7 +20,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -45,8 +45,9 @@ NEWCOMER_REST = 4.0
 """Rest of newcomers after a newcomer's offer, relative to its time: a crowd of liars takes a fifth of the time.
 
 None with `take = "uniform"`, which knows no newcomers."""
-HANG_REST = 30.0
-"""Rest used instead of `NEWCOMER_REST` when drawing or scoring an offer hit its deadline."""
+LATE_REST: Mapping[Reason, float] = {Reason.HANGS: 150.0, Reason.TIMED_OUT: 30.0}
+"""Rest used instead of `NEWCOMER_REST` when scoring or drawing an offer hit its deadline. A hanging answer costs its
+author nothing, and this node all of `swarm.score_s`; a late draw may be this machine's fault."""
 MOST_TAKEN = 1 << 17
 """Messages remembered as taken, and authors with a count of uses. The ingress filter refuses older messages."""
 READY_PER_GROUP = 8
@@ -259,7 +260,7 @@ class Node(Peer):
             took_s = time.monotonic() - began_s
             self._settle(message, found)
             if was_newcomer:
-                rest = HANG_REST if found in (Reason.HANGS, Reason.TIMED_OUT) else self._newcomer_rest
+                rest = LATE_REST.get(found, self._newcomer_rest) if isinstance(found, Reason) else self._newcomer_rest
                 self._newcomers_from_s = loop.time() + rest * took_s
             await asyncio.sleep(took_s)
 

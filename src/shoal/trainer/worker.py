@@ -79,7 +79,8 @@ class LocalRank:
 
     async def ask(self, request: Request, timeout_s: float) -> Answer:
         """Answer to a request. Raises `ChildDied`, and `TimeoutError` after which the process is killed."""
-        frame = await asyncio.to_thread(wire.encode, request)  # a step of long rows takes long
+        has_rows = isinstance(request, Step | ComputeLogprobs)  # long ones take long
+        frame = await asyncio.to_thread(wire.encode, request) if has_rows else wire.encode(request)
         return answer_from(await self.child.ask(frame, timeout_s))
 
     async def died(self) -> str:
