@@ -1,6 +1,6 @@
 """Peak memory with a random model of 281 million parameters and a vocabulary of 151,936, in bfloat16: part of `memory`.
 
-step_mb          peak resident memory of a process that takes three training steps of 4,096 tokens, 256 at a time
+step_mb          peak resident memory of a process that takes three training steps of 4,096 tokens, in rows of 256
 step_bound_mb    1.25 times float32 weights, gradients and moments, and 300 MB
 load_mb          peak of a process that loads the model in float32 and reads every weight
 rank_load_mb     peaks of two ranks that load it, each its part
@@ -82,9 +82,7 @@ def main(folder: str, what: str, count: int, master: str, index: int) -> None:
     if count > 1:
         ranks.meet(master, "cpu")
     model = ModelConfig(device="cpu", dtype="bfloat16" if what == "step" else "float32")
-    trainer = Trainer(
-        folder, model, TrainConfig(groups_per_step=ROWS // GROUP, lr=1e-6, tokens_per_microbatch=256), ranks=ranks
-    )
+    trainer = Trainer(folder, model, TrainConfig(groups_per_step=ROWS // GROUP, lr=1e-6), ranks=ranks)
     if what == "step":
         heap = Heap()
         for seed in range(STEPS):

@@ -21,7 +21,7 @@ from shoal.config.training import TrainConfig
 from shoal.model.packed import PackedRows
 from shoal.model.prefix_tree import prefix_tree
 from shoal.trainer.messages import Step, request_from
-from shoal.trainer.packing import Packer, micro_batches, tokens_per_microbatch
+from shoal.trainer.packing import Packer, micro_batches
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 
@@ -43,7 +43,7 @@ def measure(quick: bool) -> Report:
     for _ in range(1 if quick else ROUNDS):
         bare_s.append(bare_seconds(trainer.model, bare))
         step_s.append(trainer.step(batch, 0).seconds)
-        message_s.append(message_seconds(batch))
+        message_s.append(message_seconds(batch, trainer.tokens_per_microbatch))
     tokens = sum(len(row.tokens) for row in rows)
     return {
         "ratio": min(bare_s) / min(step_s),
@@ -98,9 +98,9 @@ def bare_seconds(model: PreTrainedModel, batches: list[Bare]) -> float:
     return seconds
 
 
-def message_seconds(batch: list[tuple[Sample, ...]]) -> float:
+def message_seconds(batch: list[tuple[Sample, ...]], budget_tokens: int) -> float:
     """Seconds to pack the step's request and to read it again, as main and trainer process do."""
     began_s = time.perf_counter()
-    (shares,) = Packer(TrainConfig(), tokens_per_microbatch(on_gpu=False)).step(batch)
+    (shares,) = Packer(TrainConfig(), budget_tokens).step(batch)
     request_from(wire.encode(Step(shares, 0)))
     return time.perf_counter() - began_s

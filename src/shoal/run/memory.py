@@ -106,11 +106,11 @@ def _copies(config: Config, shapes: Mapping[str, list[int]], *, by_hand: bool, r
 def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[str, int]:
     """Bytes of activations kept for the backward pass, and of one chunk of logits."""
     sizes, number_bytes = sizes_of(prepared.model_dir), BYTES[config.model.dtype]
-    layers, vocabulary = sizes.num_hidden_layers, sizes.vocab_size or 0
+    layers, vocabulary = sizes.num_hidden_layers, sizes.vocab_size or 1
     row = longest_row(config, prepared)
     prompt, group = row - config.rollout.max_tokens, config.rollout.group_size
     of_group = max(row, prompt + group * config.rollout.max_tokens)  # a shared prompt is computed once
-    budget = config.train.tokens_per_microbatch or tokens_per_microbatch(on_gpu=bool(prepared.devices.ranks))
+    budget = config.train.tokens_per_microbatch or tokens_per_microbatch(vocabulary, on_gpu=bool(prepared.devices.ranks))
     tokens = min(max(budget, row), config.train.groups_per_step * of_group)
     of_layer = _kept_by_hand(sizes) * number_bytes if by_hand else _kept_by_modules(sizes, number_bytes)
     stream = sizes.hidden_size * WEIGHT_BYTES

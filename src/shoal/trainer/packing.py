@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
 from shoal.config.training import GSPOLoss, SoftAdaptiveLoss, TrainConfig
-from shoal.model import UNKNOWN
+from shoal.model import MOST_LOGITS, UNKNOWN
 from shoal.types import Sample
 
 if TYPE_CHECKING:
@@ -141,9 +141,15 @@ def _parts(rows: Sequence[Sample], family: Sequence[int], budget_tokens: int) ->
     return parts
 
 
-def tokens_per_microbatch(*, on_gpu: bool) -> int:
-    """Default packing budget in tokens: on a GPU it fills the GPU, on a CPU it stays near the caches."""
-    return 16384 if on_gpu else 1024
+def tokens_per_microbatch(vocabulary: int, *, on_gpu: bool) -> int:
+    """Default packing budget in tokens: on a GPU it fills the GPU, on a CPU it stays near the caches.
+
+    On a CPU its logits are also one chunk, because the head computes several chunks twice.
+
+    >>> [tokens_per_microbatch(vocabulary, on_gpu=False) for vocabulary in (49_152, 151_936)]
+    [1024, 441]
+    """
+    return 16384 if on_gpu else min(1024, max(1, MOST_LOGITS // vocabulary))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from shoal.errors import ConfigError, ModelError
 from shoal.model import checkpoint_names
 from shoal.model.loading import Checkpointing, checkpoint_layers, empty_model, load_model, refuse_different
 from shoal.model.tensor_files import FILE, INDEX, TensorFiles
+from shoal.trainer.heap import give_back
 from shoal.trainer.ranks import Ranks, own_rows, rows_here
 from shoal.trainer.weight_files import add_adapters
 
@@ -70,15 +71,18 @@ def load_sharded(
 ) -> PreTrainedModel:
     """Causal LM in float32, sharded over the ranks, in evaluation mode; all ranks call it. Raises `ModelError`.
 
-    Attention is checked on a copy with a vocabulary of few tokens, because the whole one would be gathered here.
+    Attention is checked on a copy with a vocabulary of few tokens, because the whole one would be gathered here. Each
+    parameter had memory while it was made; of a model of 281M parameters, 100 MB of it fit none of the others.
     """
     files = TensorFiles(path)
     probed = empty_model(path, few_tokens=PROBED_TOKENS)
+    give_back()
     ranks.shard(probed.to(device) if device != "cpu" else probed, device)
     fill(probed, files, device)
     refuse_different(probed)
     del probed
     model = empty_model(path)
+    give_back()
     checkpoint_layers(model, gradient_checkpointing)
     ranks.shard(model, device)
     fill(model, files, device)

@@ -88,7 +88,7 @@ class Trainer:
         ranks = self._ranks = replace(ranks, experts_apart=train.experts == "parallel")
         self.model = trained_model(path, model, train, ranks, self.device)
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
-            on_gpu=self.device.startswith("cuda")
+            self.model.get_input_embeddings().num_embeddings, on_gpu=self.device.startswith("cuda")
         )
         self._dtype = DTYPES[model.dtype]
         self._config = train
