@@ -141,31 +141,33 @@ class TrainingForward:
         rotation_T1F = family.rotations(self.model, position_T).unsqueeze(1)
         x_TW = _Embedded.apply(self._embedding_VW, token_T, self._dtype)  # type: ignore[no-untyped-call]
         for layer in self._layers:
-            qkv_TAD = self._rotated(self._normed(x_TW, layer.norm_in_W), layer, rotation_T1F)
+            qkv_TAD = self._rotated(self._normed(x_TW, layer.norm_in_W, layer.qkv), layer, rotation_T1F)
             out_TW = layout.attend_jointly(qkv_TAD, self._kv_heads, layer.scaling, layer.window).flatten(1)
             if layer is self._layers[-1]:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_U), out_TW.index_select(0, keep_U)
             x_TW = _linear(out_TW, layer.out, x_TW)
-            gate_up = _linear(self._normed(x_TW, layer.norm_mid_W), layer.gate_up)
-            x_TW = _linear(_Gated.apply(gate_up), layer.down, x_TW)  # type: ignore[no-untyped-call]
+            gate_up = self._normed(x_TW, layer.norm_mid_W, layer.gate_up)
+            x_TW = _Gated.apply(gate_up, layer.down.first, layer.down, x_TW)  # type: ignore[no-untyped-call]
         return self._normed(x_TW, self._norm_W)
 
     def head(self, hidden_UW: Tensor) -> Tensor:
         """Logits [U, V] before any scaling of the architecture; follows `hidden`."""
         return _linear(hidden_UW, self._head)
 
-    def _rotated(self, x_TW: Tensor, layer: _Layer, rotation_T1F: Tensor) -> Tensor:
+    def _rotated(self, qkv: Tensor, layer: _Layer, rotation_T1F: Tensor) -> Tensor:
         """Queries, keys and values [T, H + 2 K, D]."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv_TAD = _linear(x_TW, layer.qkv).view(len(x_TW), heads + 2 * kv_heads, self._width)
+        qkv_TAD = qkv.view(len(qkv), heads + 2 * kv_heads, self._width)
         if layer.norms_D is not None:
             q, k, v = torch.split(qkv_TAD, [heads, kv_heads, kv_heads], 1)
             qkv_TAD = torch.cat((self._normed(q, layer.norms_D[0]), self._normed(k, layer.norms_D[1]), v), 1)
         result: Tensor = _Rotated.apply(qkv_TAD, rotation_T1F, heads + kv_heads)  # type: ignore[no-untyped-call]
         return result
 
-    def _normed(self, x: Tensor, weight_W: nn.Parameter) -> Tensor:
-        result: Tensor = _Normed.apply(x, weight_W, self._eps)  # type: ignore[no-untyped-call]
+    def _normed(self, x: Tensor, weight_W: nn.Parameter, linear: JointLinear | None = None) -> Tensor:
+        """Norm of the last axis, and its product with a joint weight if that is given."""
+        first = None if linear is None else linear.first
+        result: Tensor = _Normed.apply(x, weight_W, self._eps, first, linear)  # type: ignore[no-untyped-call]
         return result
 
 
@@ -249,15 +251,21 @@ class _Embedded(torch.autograd.Function):
 
 
 class _Normed(torch.autograd.Function):
-    """Root-mean-square norm over the last axis, in float32: y = x / rms(x) * weight."""
+    """Root-mean-square norm over the last axis, in float32: y = x / rms(x) * weight.
+
+    With a linear layer the result is its product of y, and the gradient computes y again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight_W: nn.Parameter, eps: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight_W: nn.Parameter, eps: float, _: nn.Parameter | None, linear: JointLinear | None
+    ) -> Tensor:
         unit = x.to(torch.float32, copy=True)
         scale = torch.linalg.vecdot(unit, unit).div_(x.shape[-1]).add_(eps).rsqrt_().unsqueeze(-1)
         ctx.save_for_backward(x, scale)
-        ctx.weight_W = weight_W
-        return unit.mul_(scale).mul_(weight_W).to(x.dtype)
+        ctx.weight_W, ctx.linear = weight_W, linear
+        y = unit.mul_(scale).mul_(weight_W).to(x.dtype)
+        return y if linear is None else F.linear(y, linear.weight_OI, linear.bias_O)
 
     @staticmethod
     @once_differentiable
@@ -265,12 +273,15 @@ class _Normed(torch.autograd.Function):
         x, scale = ctx.saved_tensors
         weight_W = ctx.weight_W.detach()
         unit = x.to(torch.float32, copy=True).mul_(scale)
+        if ctx.linear is not None:
+            ctx.linear.add_gradient(grad, (unit * weight_W).to(x.dtype))
+            grad = grad @ ctx.linear.weight_OI
         grad_unit = grad.to(torch.float32, copy=True)
         product = unit * grad_unit
         if ctx.weight_W.requires_grad:
             _add([ctx.weight_W], product.flatten(0, -2).sum(0), 0, _without_gradient([ctx.weight_W]))
         along = (product @ weight_W).div_(-x.shape[-1]).unsqueeze(-1)
-        return grad_unit.mul_(weight_W).addcmul_(unit, along).mul_(scale).to(x.dtype), None, None
+        return grad_unit.mul_(weight_W).addcmul_(unit, along).mul_(scale).to(x.dtype), None, None, None, None
 
 
 class _Rotated(torch.autograd.Function):
@@ -292,24 +303,31 @@ class _Rotated(torch.autograd.Function):
 
 
 class _Gated(torch.autograd.Function):
-    """SwiGLU of a joint product: silu(gate) * up."""
+    """SwiGLU of a joint product, silu(gate) * up, times a weight, added to the residual stream.
+
+    The gradient computes the SwiGLU again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, _: nn.Parameter, linear: JointLinear, residual_TO: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
+        ctx.linear = linear
         gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        return torch.addmm(residual_TO, F.silu(gate).mul_(up), linear.weight_OI.t())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
         gate, up = gate_up.chunk(2, -1)
+        silu = F.silu(gate)
+        ctx.linear.add_gradient(grad_TO, silu * up)
+        grad = grad_TO @ ctx.linear.weight_OI
         result = torch.empty_like(gate_up)
         grad_gate, grad_up = result.chunk(2, -1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return result
+        torch.mul(grad, silu, out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad.mul_(up), gate, grad_input=grad_gate)
+        return result, None, None, grad_TO
 
 
 def _copy(parameters: Sequence[nn.Parameter], whole: Tensor) -> None:

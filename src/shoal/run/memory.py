@@ -125,9 +125,9 @@ def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[s
 
 
 def _kept_by_hand(sizes: Sizes) -> int:
-    """Numbers that a layer of `TrainingForward` keeps of each token: norms, attention, feed-forward."""
+    """Numbers that a layer of `TrainingForward` keeps of each token: the stream, attention, feed-forward."""
     queries, keys = sizes.widths
-    return 4 * sizes.hidden_size + 2 * queries + 2 * keys + 3 * sizes.feed_forward
+    return 2 * sizes.hidden_size + 2 * queries + 2 * keys + 2 * sizes.feed_forward
 
 
 def _kept_by_modules(sizes: Sizes, number_bytes: int) -> int:
