@@ -110,7 +110,9 @@ def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[s
     row = longest_row(config, prepared)
     prompt, group = row - config.rollout.max_tokens, config.rollout.group_size
     of_group = max(row, prompt + group * config.rollout.max_tokens)  # a shared prompt is computed once
-    budget = config.train.tokens_per_microbatch or tokens_per_microbatch(vocabulary, on_gpu=bool(prepared.devices.ranks))
+    budget = config.train.tokens_per_microbatch or tokens_per_microbatch(
+        vocabulary, on_gpu=bool(prepared.devices.ranks)
+    )
     tokens = min(max(budget, row), config.train.groups_per_step * of_group)
     of_layer = _kept_by_hand(sizes) * number_bytes if by_hand else _kept_by_modules(sizes, number_bytes)
     stream = sizes.hidden_size * WEIGHT_BYTES
