@@ -3,10 +3,13 @@
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from engine_models import saved
@@ -88,6 +91,34 @@ def test_a_layer_keeps_what_norms_and_gates_are_computed_of_but_not_their_result
     assert widths[2 * feed_forward] == layers  # gates and ups
     assert widths[feed_forward] == 0  # their products
     assert widths[width] == 3 * layers + 2  # the stream before each norm, and what attention and the last norm gave
+
+
+class Made(TorchDispatchMode):
+    """Keeps every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.tensors += [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        return result
+
+
+def test_gradients_have_their_memory_before_the_backward_pass(tmp_path: Path) -> None:
+    model = load_model(saved("Qwen3", tmp_path, num_key_value_heads=2, tie_word_embeddings=False))
+    forward = TrainingForward(model, torch.bfloat16)
+    with Made() as made:
+        packed_logprobs(forward, TOKENS, LENGTHS)  # its gradient is never computed
+    wanted = gradients(model, TrainingForward(model, torch.bfloat16))
+    found = gradients(model, forward)
+    before = {one.data_ptr() for one in made.tensors}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], wanted[name])
+        if "_proj" in name or "lm_head" in name:
+            assert parameter.grad.data_ptr() in before, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

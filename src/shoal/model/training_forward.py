@@ -47,6 +47,7 @@ class JointLinear:
         else:
             self.weight_OI = self._weights[0].detach()
             self.bias_O = self._biases[0].detach() if self._biases else None
+        self._room: list[Tensor] = []
 
     @property
     def first(self) -> nn.Parameter:
@@ -63,11 +64,19 @@ class JointLinear:
         if self.bias_O is not None:
             _copy(self._biases, self.bias_O)
 
+    def make_room(self) -> None:
+        """Makes the memory of the next gradients, unless the weights have some.
+
+        Made in a backward pass, they would lie between activations, whose places the next ones would not fit.
+        """
+        if torch.is_grad_enabled() and self.first.requires_grad and self.first.grad is None and not self._room:
+            self._room = [torch.empty_like(weight) for weight in self._weights]
+
     def add_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> None:
         """Adds to the parameters' gradients."""
         if not self.first.requires_grad:
             return
-        fresh = _without_gradient(self._weights)
+        fresh, self._room = _without_gradient(self._weights, self._room), []
         rows = max(1, BLOCK // x_TI.shape[1])
         for start in range(0, grad_TO.shape[1], rows):
             _add(self._weights, grad_TO[:, start : start + rows].t() @ x_TI, start, fresh)
@@ -116,17 +125,19 @@ class TrainingForward:
         self._width: int = body.layers[0].self_attn.head_dim
         self._heads: int = model.config.num_attention_heads
         self._kv_heads: int = model.config.num_key_value_heads
+        self._linears = [one for layer in self._layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        self._linears.append(self._head)
         self.lay_out()
 
     def lay_out(self) -> None:
         """Takes up the present values of the parameters."""
-        for layer in self._layers:
-            for linear in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                linear.lay_out()
-        self._head.lay_out()
+        for linear in self._linears:
+            linear.lay_out()
 
     def hidden(self, token_T: Tensor, position_T: Tensor, layout: JointLayout, keep_U: Tensor) -> Tensor:
         """Inputs [U, W] of the language-model head at the kept positions."""
+        for linear in self._linears:
+            linear.make_room()
         rotation_T1F = family.rotations(self.model, position_T).unsqueeze(1)
         x_TW = _Embedded.apply(self._embedding_VW, token_T, self._dtype)  # type: ignore[no-untyped-call]
         for layer in self._layers:
@@ -324,11 +335,11 @@ def _copy(parameters: Sequence[nn.Parameter], whole: Tensor) -> None:
         part.copy_(parameter)
 
 
-def _without_gradient(parameters: Sequence[nn.Parameter]) -> set[int]:
-    """Indices of the parameters without a gradient; they get one without numbers."""
+def _without_gradient(parameters: Sequence[nn.Parameter], room: Sequence[Tensor] = ()) -> set[int]:
+    """Indices of the parameters without a gradient; they get one without numbers, in the room if there is some."""
     fresh = {index for index, parameter in enumerate(parameters) if parameter.grad is None}
     for index in fresh:
-        parameters[index].grad = torch.empty_like(parameters[index])
+        parameters[index].grad = room[index] if room else torch.empty_like(parameters[index])
     return fresh
 
 
