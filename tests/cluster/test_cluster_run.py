@@ -25,5 +25,6 @@ def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank_and_a_rol
     assert report["recovered_s"]["rank"] > 0
     assert (report["lost"], report["doubled"], report["audit"]) == (0, 0, True)
     (sentence,) = report["given_up"]  # type: ignore[misc]
-    wanted = r"ray-rewards-0 is given up: it ended 2 times within 600 s; the last time its command ended with code 2; "
+    wanted = r"ray-rewards-0 is given up: it ended 2 times within 600 s; the last time "
+    wanted += r"(its command ended with code 2|Ray said: .+); "  # it may have been on the host that was killed
     assert re.fullmatch(wanted + r"see \S+/doomed/ray-rewards-0\.log", str(sentence)), sentence

@@ -101,20 +101,6 @@ def test_a_failed_rollout_is_passed_over_as_in_training(tmp_path: Path, tiny_mod
     assert trained_tokens(tmp_path, with_failed, 2) == trained_tokens(tmp_path, whole, 1)
 
 
-def test_files_of_every_rank_count_and_a_rank_without_one_is_passed_over(tmp_path: Path) -> None:
-    files = TokensFiles(tmp_path, 1, ranks=3)
-    for step in range(1, 5):
-        wish = files.wanted(step, ["g"])
-        assert wish is not None
-        path = Path(wish.path)
-        path.parent.mkdir(exist_ok=True)
-        for file in (path, path.with_suffix(".2.safetensors")):
-            file.write_bytes(b"x" * 250_000)
-        files.prune()
-    kept = sorted(file.name for file in (tmp_path / "tokens").iterdir())
-    assert kept == [f"00000{step}{rank}.safetensors" for step in (3, 4) for rank in (".2", "")]
-
-
 def test_only_the_newest_steps_are_kept_and_a_torn_file_is_no_numbers(tmp_path: Path) -> None:
     files = TokensFiles(tmp_path, 1)
     for step in range(1, 5):

@@ -183,7 +183,7 @@ def _keep(name: str, start: Callable[[], Any], log: Path, restarts: int) -> None
                 time.sleep(LOOK_EVERY_S)
             why = f"its command ended with code {code}"
         except ray.exceptions.RayError as error:
-            why = str(error).splitlines()[0]
+            why = f"Ray said: {str(error).splitlines()[0]}"
         _write(log, f"{name} is started again: {why}\n".encode())
         with suppress(ray.exceptions.RayError):
             ray.kill(actor)

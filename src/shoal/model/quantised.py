@@ -60,7 +60,7 @@ def dequantised(directory: Path) -> Path:
     """
     try:
         method = json.loads((directory / "config.json").read_bytes())["quantization_config"]["quant_method"]
-    except (OSError, ValueError, KeyError, TypeError):  # what reads the configuration next says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the next reader says what is wrong
         return directory
     if method != MXFP4:
         return directory

@@ -6,7 +6,6 @@ others wrote 000020.1.safetensors, and so on.
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice, repeat
 from pathlib import Path
@@ -30,8 +29,8 @@ class TokensFiles:
     Invariant: after `prune` they have at most `most_mb` megabytes and are at most `MOST_FILES`, or are of one step.
     """
 
-    def __init__(self, run_dir: Path, most_mb: int, ranks: int = 1) -> None:
-        self._folder, self._most_bytes, self._ranks = run_dir / FOLDER, most_mb * 1_000_000, ranks
+    def __init__(self, run_dir: Path, most_mb: int) -> None:
+        self._folder, self._most_bytes = run_dir / FOLDER, most_mb * 1_000_000
         found = sorted(self._folder.glob(f"*{SUFFIX}")) if most_mb else []
         self._sizes = {file: file.stat().st_size for file in found}  # oldest first
         self._newest = ""
@@ -45,11 +44,9 @@ class TokensFiles:
 
     def prune(self) -> None:
         """Counts the newest step's files, and removes the oldest files beyond the limit."""
-        for rank in range(self._ranks) if self._newest else ():  # by name: looking through the folder takes 0.5 ms
-            file = self._folder / f"{self._newest}{f'.{rank}' if rank else ''}{SUFFIX}"
+        for file in sorted(self._folder.glob(f"{self._newest}.*")) if self._newest else []:
             self._sizes.pop(file, None)
-            with suppress(FileNotFoundError):
-                self._sizes[file] = file.stat().st_size
+            self._sizes[file] = file.stat().st_size
         size = sum(self._sizes.values())
         for file in list(self._sizes):
             fits = size <= self._most_bytes and len(self._sizes) <= MOST_FILES
