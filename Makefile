@@ -9,8 +9,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 TEST_JOBS ?= 3
-# A file's tests stay together: they share what was started for them. Files run in the order of tests/conftest.py.
-PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
+# A file's tests stay together: they share what was started for them.
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
 .PHONY: demo figures test test-tinker test-vllm torchtitan hostile fuzz chaos growth cluster slurm images services adapters harnesses trackers newcomer tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean

@@ -27,14 +27,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
-RUNS = frozenset({"benchmarks", "cluster", "experiments", "faults", "run", "tinker"})
-"""Folders whose tests start whole runs. They go first: no process is left alone with a long one at the end."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in RUNS)
-
-
 settings.register_profile("shoal", deadline=None, max_examples=50)
 settings.load_profile("shoal")
 
