@@ -8,7 +8,7 @@ steps_ratio_idle     steps per second with the flood over steps while nobody sen
 cpu_ratio            processor time of the node per step with the flood over that while it goes to another swarm
 steps_per_s          with the flood, with the flood elsewhere, without one
 cpu_s_per_step       processor time of the node in the same windows, its workers and trainer included
-cpu_s_by_process     the same by process; a worker that is killed takes its time out of these sums, and out of `cpu_ratio`
+cpu_s_by_process     the same by process; a killed worker takes its time out of it, and out of `cpu_ratio`
 external_per_step    groups of the honest generator that a step trained in the same windows
 frames_per_s         that the hostile peers really sent
 trained_hostile      groups of theirs that the node trained: none
