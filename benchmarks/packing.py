@@ -43,7 +43,9 @@ def compared(rows: Sequence[Sample], sizes: Sequence[int], rounds: int) -> Repor
         write_bench_model(Path(folder))
         packed_model = load_model(folder)
         padded_model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
-    budget = tokens_per_microbatch(packed_model.config.vocab_size, on_gpu=False)
+    config = packed_model.config
+    stream = config.num_hidden_layers * config.hidden_size
+    budget = tokens_per_microbatch(config.vocab_size, stream, on_gpu=False)
     packed = [[rows[i] for i in part] for part in micro_batches(rows, budget)]
     by_length = sorted(rows, key=lambda row: len(row.tokens))
     sides = {

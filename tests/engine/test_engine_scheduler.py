@@ -44,7 +44,9 @@ def computed(plan: StepPlan[Simulated], max_running: int, chunk_tokens: int) -> 
     """Does what the plan says, checking each part against the KV stored; the sequences that get a token."""
     for sequence in plan.preempted:
         sequence.stored = 0
+    copied = {id(copy.target) for copy in plan.copies}
     for copy in plan.copies:
+        assert id(copy.source) not in copied, "all copies are made at once"
         assert copy.source.request_id == copy.target.request_id
         assert 0 < copy.length <= min(copy.source.stored, copy.source.prompt_len)
         copy.target.stored = copy.length
@@ -195,6 +197,43 @@ def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> Non
     assert [(copy.source, copy.target, copy.length) for copy in plan.copies] == [(sequences[1], sequences[2], 9)]
     assert plan.chunks == ()
     assert set(plan.decode) == set(plan.sequences) == {sequences[1], sequences[2]}
+
+
+def test_after_an_update_one_completion_of_a_prompt_is_computed_again_and_then_all_others_at_once() -> None:
+    scheduler: Scheduler[Simulated] = Scheduler(
+        max_running=8, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50
+    )
+    sequences = [Simulated(0, 10) for _ in range(8)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for _ in range(3):
+        for sequence in computed(scheduler.plan(), 8, 100):
+            sequence.sampled.append(0)
+    scheduler.forget(scheduler.running)
+    for sequence in sequences:
+        sequence.stored = 0
+    plans = []
+    for _ in range(2):
+        plans.append(scheduler.plan())
+        for sequence in computed(plans[-1], 8, 100):
+            sequence.sampled.append(0)
+    assert [(len(plan.copies), [chunk.length for chunk in plan.chunks]) for plan in plans] == [(0, [13]), (7, [3] * 7)]
+
+
+def test_all_copies_of_a_step_have_a_source_that_was_there_before_it() -> None:
+    scheduler: Scheduler[Simulated] = Scheduler(
+        max_running=3, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50
+    )
+    sequences = [Simulated(0, 10) for _ in range(3)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    for sequence in computed(scheduler.plan(), 3, 100):
+        sequence.sampled.append(0)
+    scheduler.forget(sequences[:2])
+    assert [(copy.source, copy.target) for copy in scheduler.plan().copies] == [
+        (sequences[2], sequences[0]),
+        (sequences[2], sequences[1]),
+    ]
 
 
 def test_kv_of_older_weights_is_never_copied() -> None:

@@ -284,6 +284,16 @@ def test_an_update_copies_no_more_than_single_weights(weight_decay: float) -> No
             assert 0 < counted.peak_bytes <= 8 * 64 * 64 * 4
 
 
+def test_the_norm_of_an_update_counts_what_decay_takes_from_the_weights() -> None:
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = Optimizer(model, TrainConfig(lr=1e-2, weight_decay=0.5))
+    for scale in (1.0, -0.3):
+        model.weight.grad = torch.full_like(model.weight, scale)
+        before = model.weight.detach().clone()
+        norm = optimizer.update().update_norm
+        assert norm == pytest.approx((model.weight - before).norm().item(), rel=1e-4)
+
+
 def test_offloaded_moments_give_the_same_steps_and_the_same_state(tiny_model_dir: Path, tmp_path: Path) -> None:
     settings: dict[str, object] = {"lr": 1e-3, "weight_decay": 0.1}
     usual, offloaded = (trainer(tiny_model_dir, **settings, offload=kind) for kind in ("none", "optimizer"))

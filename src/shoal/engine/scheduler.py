@@ -12,8 +12,9 @@ so the oldest running sequence always finishes.
 """
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 
@@ -249,18 +250,20 @@ class Scheduler(Generic[S]):
         copies: list[Copy[S]] = []
         chunks: list[Chunk[S]] = []
         busy: set[Hashable] = set()  # families with a sequence that prefills in this step
+        stored: dict[int, int] = {}  # tokens stored before the step, of each sequence that gets more in it, by id
         for sequence in self.running:
             if sequence.decoding:
                 continue
             if sequence.cached == 0 and not sequence.whole:
-                if sequence.family in busy:
+                source, length = self._source(sequence, stored)
+                if length < sequence.prompt_len and sequence.family in busy:
                     continue
-                source = self._source(sequence)
                 if source is not None and not source.decoding and source.cached < source.prompt_len:
                     continue
                 if source is not None and sequence.total > 1:
-                    sequence.cached = min(sequence.prompt_len, sequence.total - 1, source.kv_len)
+                    sequence.cached = min(sequence.prompt_len, sequence.total - 1, length)
                     copies.append(Copy(source, sequence, sequence.cached))
+                    stored[id(sequence)] = 0  # all copies are made at once
                 elif budget > 0:
                     sequence.cached = self._reuse(sequence)
             if sequence.total - sequence.cached == 1 and not sequence.whole:
@@ -270,15 +273,17 @@ class Scheduler(Generic[S]):
                 budget -= chunk.length
                 chunks.append(chunk)
                 busy.add(sequence.family)
+                stored.setdefault(id(sequence), chunk.start)
         return copies, chunks
 
-    def _source(self, sequence: S) -> S | None:
-        """Sibling whose KV of the prompt is stored or being computed under the current weights."""
+    def _source(self, sequence: S, stored: Mapping[int, int]) -> tuple[S | None, int]:
+        """Sibling with the most tokens stored under the current weights, and their number; `stored` overrides it."""
         siblings = self._siblings[sequence.family]
         if len(siblings) == 1:
-            return None
-        others = [s for s in siblings if s is not sequence and s.kv_len and not s.stale]
-        return max(others, key=lambda s: s.kv_len, default=None)
+            return None, 0
+        lengths = ((stored.get(id(s), s.kv_len), s) for s in siblings if s is not sequence and not s.stale)
+        length, source = max(lengths, key=itemgetter(0), default=(0, None))
+        return (source, length) if length else (None, 0)
 
     def _chunk(self, sequence: S, budget: int) -> Chunk[S]:
         start = sequence.cached

@@ -90,7 +90,7 @@ def torch_environment(threads: int, gpus: Sequence[str] = (), *, gathers: bool =
     freed memory for the next tensor, which the kernel would clear. Blocks as large as a chunk of logits are returned,
     as small tensors would settle in their place. A rank that `gathers` layers returns every layer: glibc finds no kept
     place for an aligned block of the same size, so that 16 layers of 36 MB took 60 MB more each. oneDNN keeps 128 of
-    1,024 compiled products, of about half a megabyte. With huge pages a decoding step's products take 8 % less time.
+    1,024 compiled products, of a third of a megabyte. With huge pages a decoding step's products take 8 % less time.
     """
     return {
         **os.environ,

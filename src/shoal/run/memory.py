@@ -111,7 +111,7 @@ def _micro_batch(config: Config, prepared: Prepared, *, by_hand: bool) -> dict[s
     prompt, group = row - config.rollout.max_tokens, config.rollout.group_size
     of_group = max(row, prompt + group * config.rollout.max_tokens)  # a shared prompt is computed once
     budget = config.train.tokens_per_microbatch or tokens_per_microbatch(
-        vocabulary, on_gpu=bool(prepared.devices.ranks)
+        vocabulary, layers * sizes.hidden_size, on_gpu=bool(prepared.devices.ranks)
     )
     tokens = min(max(budget, row), config.train.groups_per_step * of_group)
     of_layer = _kept_by_hand(sizes) * number_bytes if by_hand else _kept_by_modules(sizes, number_bytes)

@@ -151,7 +151,7 @@ class Optimizer:
     def _change_norms(self) -> Iterator[Tensor]:
         """Norm of the change that the last step made to each block of numbers, from the moments alone."""
         for group in self._adam.param_groups:
-            shrunk, (beta, beta_sq) = 1 - group["lr"] * group["weight_decay"], group["betas"]
+            decay, (beta, beta_sq) = group["lr"] * group["weight_decay"], group["betas"]
             for parameter in group["params"]:
                 if parameter.grad is None or not (state := self._adam.state.get(parameter)):
                     continue
@@ -163,9 +163,9 @@ class Optimizer:
                 blocks = zip(*(torch.split(local(tensor).flatten(), BLOCK) for tensor in tensors), strict=True)
                 for moment, square, weight in blocks:
                     change = torch.div(moment, square.sqrt().add_(eps))
-                    if shrunk != 1:
-                        change.mul_(rate).add_(weight + change, alpha=1 / shrunk - 1).div_(rate)
-                    yield torch.linalg.vector_norm(change).mul_(rate)
+                    if decay:
+                        change.add_(weight, alpha=decay / rate)
+                    yield torch.linalg.vector_norm(change).mul_(rate / (1 - decay))
 
     def _norm(self, changes: Iterable[Tensor]) -> float:
         named = list(self._named.values())

@@ -157,9 +157,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def norm(parts: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> float:
-    """Norm of all numbers in the parts of all ranks, which `copies` hosts have alike; float64 sums over parts."""
-    squares = [torch.linalg.vector_norm(part).double().square() for part in parts]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    """Norm of all numbers whose parts, on all ranks, have these norms; `copies` hosts have them alike; float64 sums."""
+    norms = list(parts)
+    total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
     if sharded:
         distributed.all_reduce(total)
     return float((total / copies).sqrt())

@@ -87,8 +87,11 @@ class Trainer:
         self.device = resolve_device(model.device)
         ranks = self._ranks = replace(ranks, experts_apart=train.experts == "parallel")
         self.model = trained_model(path, model, train, ranks, self.device)
+        sizes = self.model.config.get_text_config()
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
-            self.model.get_input_embeddings().num_embeddings, on_gpu=self.device.startswith("cuda")
+            self.model.get_input_embeddings().num_embeddings,
+            sizes.num_hidden_layers * sizes.hidden_size,
+            on_gpu=self.device.startswith("cuda"),
         )
         self._dtype = DTYPES[model.dtype]
         self._config = train
