@@ -101,6 +101,20 @@ def test_a_failed_rollout_is_passed_over_as_in_training(tmp_path: Path, tiny_mod
     assert trained_tokens(tmp_path, with_failed, 2) == trained_tokens(tmp_path, whole, 1)
 
 
+def test_files_of_all_ranks_are_counted_and_go_with_their_step(tmp_path: Path) -> None:
+    files = TokensFiles(tmp_path, 1)
+    for step in (1, 2):
+        wish = files.wanted(step, ["g"])
+        assert isinstance(wish, TokensFile)
+        first = Path(wish.path)
+        first.parent.mkdir(exist_ok=True)
+        for path in (first, first.with_suffix(".1.safetensors")):
+            path.write_bytes(b"x" * 400_000)
+        files.prune()
+    names = ["000002.1.safetensors", "000002.safetensors"]
+    assert sorted(file.name for file in (tmp_path / "tokens").iterdir()) == names
+
+
 def test_only_the_newest_steps_are_kept_and_a_torn_file_is_no_numbers(tmp_path: Path) -> None:
     files = TokensFiles(tmp_path, 1)
     for step in range(1, 5):

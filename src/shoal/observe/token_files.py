@@ -44,7 +44,7 @@ class TokensFiles:
 
     def prune(self) -> None:
         """Counts the newest step's files, and removes the oldest files beyond the limit."""
-        for file in sorted(self._folder.glob(f"{self._newest}.*")) if self._newest else []:
+        for file in self._written():
             self._sizes.pop(file, None)
             self._sizes[file] = file.stat().st_size
         size = sum(self._sizes.values())
@@ -54,6 +54,14 @@ class TokensFiles:
                 break
             file.unlink(missing_ok=True)
             size -= self._sizes.pop(file)
+
+    def _written(self) -> list[Path]:
+        """Files of the newest step. The folder is searched only for those of several ranks: it holds many."""
+        if not self._newest:
+            return []
+        if (self._folder / f"{self._newest}.1{SUFFIX}").exists():
+            return sorted(self._folder.glob(f"{self._newest}.*"))
+        return [file for file in [self._folder / f"{self._newest}{SUFFIX}"] if file.exists()]
 
 
 @dataclass(frozen=True, slots=True)
