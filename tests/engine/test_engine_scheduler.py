@@ -183,6 +183,25 @@ def test_completions_of_one_prompt_prefill_it_once() -> None:
     assert [len(plan.sequences) for plan in plans] == [1, 1, 8]  # those whose KV is written
 
 
+def test_a_completion_waits_for_a_sibling_whose_prompt_gets_no_budget() -> None:
+    scheduler: Scheduler[Simulated] = Scheduler(max_running=8, kv_budget_tokens=1000, chunk_tokens=8, max_model_len=50)
+    older, first, second = Simulated(0, 8), Simulated(1, 12), Simulated(1, 12)
+    scheduler.add(older)
+    scheduler.plan()
+    older.sampled.append(0)
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    scheduler.plan()
+    scheduler.forget([older])
+    plans = [scheduler.plan() for _ in range(2)]  # the first has no budget left for the second prompt
+    assert [[(chunk.sequence, chunk.length) for chunk in plan.chunks] for plan in plans] == [
+        [(older, 8)],
+        [(first, 4)],
+    ]
+    assert not any(plan.copies for plan in plans)
+    assert plans[1].chunks[0].followers == (second,)
+
+
 def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> None:
     scheduler: Scheduler[Simulated] = Scheduler(
         max_running=2, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50

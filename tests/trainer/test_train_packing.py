@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.model import UNKNOWN
-from shoal.trainer.packing import even_bins, even_slices, first_fit, micro_batch, micro_batches, mixed
+from shoal.trainer.packing import (
+    even_bins,
+    even_slices,
+    first_fit,
+    micro_batch,
+    micro_batches,
+    mixed,
+    tokens_per_microbatch,
+)
 from shoal.types import Sample
 
 
@@ -68,6 +76,12 @@ def test_rows_of_one_prompt_share_a_micro_batch() -> None:
     rows = [row((prompt, prompt), 5) for _ in range(4) for prompt in (1, 2, 3)]
     batches = micro_batches(rows, budget_tokens=25)
     assert sorted(sorted(batch) for batch in batches) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
+def test_the_default_budget_falls_with_vocabulary_and_width_except_on_a_gpu() -> None:
+    sizes = [(102, 1024), (49_152, 17_280), (151_936, 17_280)]
+    assert [tokens_per_microbatch(*size, on_gpu=False) for size in sizes] == [4096, 1024, 441]
+    assert {tokens_per_microbatch(*size, on_gpu=True) for size in sizes} == {16_384}
 
 
 def test_a_budget_below_one_token_is_refused() -> None:

@@ -249,7 +249,7 @@ class Scheduler(Generic[S]):
         budget = self._chunk_tokens
         copies: list[Copy[S]] = []
         chunks: list[Chunk[S]] = []
-        busy: set[Hashable] = set()  # families with a sequence that prefills in this step
+        busy: set[Hashable] = set()  # families with a sequence that prefills
         stored: dict[int, int] = {}  # tokens stored before the step, of each sequence that gets more in it, by id
         for sequence in self.running:
             if sequence.decoding:
@@ -257,8 +257,6 @@ class Scheduler(Generic[S]):
             if sequence.cached == 0 and not sequence.whole:
                 source, length = self._source(sequence, stored)
                 if length < sequence.prompt_len and sequence.family in busy:
-                    continue
-                if source is not None and not source.decoding and source.cached < source.prompt_len:
                     continue
                 if source is not None and sequence.total > 1:
                     sequence.cached = min(sequence.prompt_len, sequence.total - 1, length)
@@ -268,11 +266,12 @@ class Scheduler(Generic[S]):
                     sequence.cached = self._reuse(sequence)
             if sequence.total - sequence.cached == 1 and not sequence.whole:
                 sequence.decoding = True
-            elif budget > 0:
+                continue
+            busy.add(sequence.family)
+            if budget > 0:
                 chunk = self._chunk(sequence, budget)
                 budget -= chunk.length
                 chunks.append(chunk)
-                busy.add(sequence.family)
                 stored.setdefault(id(sequence), chunk.start)
         return copies, chunks
 
