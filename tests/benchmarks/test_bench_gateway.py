@@ -11,7 +11,7 @@ def test_the_gateway_benchmark_loses_and_retokenises_nothing() -> None:
     assert {"p50_ms", "p99_ms", "requests_per_s", "lost", "retokenised"} <= report.keys()
     assert (report["lost"], report["retokenised"]) == (0, 0)
     assert isinstance(report["p50_ms"], float)
-    assert 0 < report["p50_ms"] < 1000
+    assert report["p50_ms"] > 0
 
 
 def test_the_benchmark_counts_what_text_in_text_out_would_change() -> None:
