@@ -23,7 +23,7 @@ from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
 from shoal.types import Completion, FinishReason, Sampling
 from shoal.weights.store import WeightStore
-from until import until
+from until import alive, until
 
 VOCABULARY = 102
 
@@ -346,14 +346,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import why_not
 from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
 from shoal.types import Reward, RewardStatus, Split, Task
-from until import until
+from until import alive, until
 
 T = TypeVar("T")
 HANG = "1e99999999"  # coin_flip reads it as a fraction: minutes inside one multiplication, deaf to signal handlers
@@ -216,7 +216,9 @@ def test_a_worker_killed_before_it_is_ready_is_started_again(drawn: Callable[[st
     async def work(scorer: WorkerScorer) -> list[Reward]:
         (first,) = scorer.pids
         before = {child.pid for child in psutil.Process().children()}  # the worker of other tests among them
+        boxed = psutil.Process(first).children(recursive=True)  # they end a moment later, and could still answer
         os.kill(first, signal.SIGKILL)
+        await until(lambda: not any(alive(child.pid) for child in boxed))
         scoring = asyncio.create_task(score(scorer, coin, [coin.answer or ""]))
         await until(lambda: bool(starting(before)))
         for child in starting(before):

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 
 async def until(true: Callable[[], bool | Awaitable[bool]], most_s: float = 60) -> None:
@@ -13,3 +14,11 @@ async def until(true: Callable[[], bool | Awaitable[bool]], most_s: float = 60) 
             if await holds if inspect.isawaitable(holds) else holds:
                 return
             await asyncio.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
