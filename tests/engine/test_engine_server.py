@@ -15,12 +15,16 @@ from pathlib import Path
 import pytest
 
 from engine_server import PROMPT, Server, changed_weights, running, serving, waiting
+from environ import environment_of
 from foreign_engine import more_drawn
+from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.http_server import main
+from shoal.engine.launch import engine_child
 from shoal.engine.protocol import MAX_BODY_BYTES
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
+from shoal.net.process import torch_environment
 from shoal.types import Completion, FinishReason, Sampling
 from shoal.weights.store import WeightStore
 from until import alive, until
@@ -346,6 +350,16 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+def test_an_engine_is_started_with_room_for_more_compiled_products_than_other_processes(tmp_path: Path) -> None:
+    async def capacity() -> str:
+        log = tmp_path / "engine.log"
+        child = engine_child(tmp_path, EngineConfig(), ModelConfig(), max_model_len=64, threads=1, log=log)
+        async with child:
+            return environment_of(child.pid)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]
+
+    assert int(asyncio.run(capacity())) > int(torch_environment(1)["ONEDNN_PRIMITIVE_CACHE_CAPACITY"])
 
 
 @pytest.mark.parametrize(

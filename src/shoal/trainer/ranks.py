@@ -156,10 +156,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def norm(parts: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> float:
-    """Norm of all numbers whose parts, on all ranks, have these norms; `copies` hosts have them alike; float64 sums."""
-    norms = list(parts)
-    total = torch.stack(norms).double().square().sum() if norms else torch.zeros((), dtype=torch.float64)
+def norm(norms: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> float:
+    """Norm of all numbers, from norms of their parts on all ranks, which `copies` hosts have alike; float64 sums."""
+    of_parts = list(norms)
+    total = torch.stack(of_parts).double().square().sum() if of_parts else torch.zeros((), dtype=torch.float64)
     if sharded:
         distributed.all_reduce(total)
     return float((total / copies).sqrt())
