@@ -17,14 +17,14 @@ from train_runs import start
 def test_a_run_with_adapters_sends_them_by_name_where_it_is_told_to_and_merged_weights_elsewhere(
     tmp_path: Path, tiny_model_dir: Path, adapters: bool
 ) -> None:
-    """The adapter of an ended run is unloaded."""
+    """The adapter of an ended run is unloaded. The run is synchronous: no version is overtaken before an engine has it."""
     old, _ = adapter_version(tiny_model_dir, tmp_path, 7)
     with serving(tiny_model_dir) as engine, contract(engine.url) as (url, server):
         left = json.dumps({"lora_name": "shoal-ended-v7", "lora_path": str(old.parent)}).encode()
         urlopen(Request(f"{url}/load_lora_adapter", left)).close()
         server.asked.clear()
         settings = (f'--engine.urls=["{url}"]', f"--engine.adapters={json.dumps(adapters)}", "--train.lora.rank=2")
-        run = start(tmp_path, tiny_model_dir, *settings, "--train.steps=3", "--json")
+        run = start(tmp_path, tiny_model_dir, *settings, "--asynchrony.max_staleness=0", "--train.steps=3", "--json")
         out, err = run.communicate(timeout=200)
         assert run.returncode == 0, err
         named = [body["lora_name"] for path, body in server.asked if path == "/load_lora_adapter"]
