@@ -17,7 +17,7 @@ from train_runs import start
 def test_a_run_with_adapters_sends_them_by_name_where_it_is_told_to_and_merged_weights_elsewhere(
     tmp_path: Path, tiny_model_dir: Path, adapters: bool
 ) -> None:
-    """The adapter of an ended run is unloaded. The run is synchronous: no version is overtaken before an engine has it."""
+    """The adapter of an ended run is unloaded. A synchronous run overtakes no version before an engine has it."""
     old, _ = adapter_version(tiny_model_dir, tmp_path, 7)
     with serving(tiny_model_dir) as engine, contract(engine.url) as (url, server):
         left = json.dumps({"lora_name": "shoal-ended-v7", "lora_path": str(old.parent)}).encode()
