@@ -1,5 +1,6 @@
 """`shoal serve --model demo` as a model server: a real engine, whose rules change the logits as the API says."""
 
+import asyncio
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from shoal.model.renderer_loading import load_renderer
 from shoal.run.plan import model_directory
+from until import until
 
 ASK: list[Any] = [{"role": "user", "content": "Spell the word 'abc' backward."}]
 
@@ -146,12 +148,16 @@ def test_a_browser_is_told_what_is_served_and_how_to_ask(serving: Serving) -> No
 
 
 def test_a_range_error_names_its_field_and_the_log_has_a_line_for_each_request(serving: Serving) -> None:
+    def lines() -> list[str]:
+        return serving.log.read_text().splitlines()
+
     with pytest.raises(openai.BadRequestError, match="top_logprobs"):
         chat(serving, logprobs=True, top_logprobs=99)
     with pytest.raises(openai.BadRequestError, match="presence_penalty"):
         chat(serving, presence_penalty=3)
     chat(serving)
-    records = [json.loads(line) for line in serving.log.read_text().splitlines()]
+    asyncio.run(until(lambda: "presence_penalty" in "".join(lines()[-2:-1])))  # a line follows its answer
+    records = [json.loads(line) for line in lines()]
     assert (records[-1]["status"], records[-1]["model"], records[-1]["completion_tokens"] > 0) == (200, "demo", True)
     assert [record["status"] for record in records[-3:-1]] == [400, 400]
     assert "presence_penalty" in records[-2]["error"]
