@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
+from shoal.model import packed
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs, packed_outputs
 from shoal.model.prefix_tree import prefix_tree
@@ -44,13 +45,15 @@ def models(
 
 
 @settings(max_examples=40)
-@given(rows=row_lists, temperature=st.sampled_from([1.0, 0.7]))
+@given(rows=row_lists, temperature=st.sampled_from([1.0, 0.7]), few=st.sampled_from([0, packed.FEW_POSITIONS]))
 def test_logprobs_and_gradients_equal_those_of_each_row_alone(
-    models: tuple[PreTrainedModel, PreTrainedModel], rows: list[list[int]], temperature: float
+    models: tuple[PreTrainedModel, PreTrainedModel], rows: list[list[int]], temperature: float, few: int
 ) -> None:
     ours, theirs = models
     tokens_T = torch.tensor([token for row in rows for token in row])
-    logp_T = packed_logprobs(ours, tokens_T, [len(row) for row in rows], temperature=temperature)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "FEW_POSITIONS", few)
+        logp_T = packed_logprobs(ours, tokens_T, [len(row) for row in rows], temperature=temperature)
     wanted_T = torch.cat([own_logprobs(theirs, row, temperature) for row in rows])
     torch.testing.assert_close(logp_T, wanted_T, rtol=1e-4, atol=1e-5)
     if not wanted_T.requires_grad or not logp_T.requires_grad:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from engine_models import saved
-from shoal.model import family
+from shoal.model import family, packed, training_forward
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs, packed_outputs
 from shoal.model.training_forward import TrainingForward
@@ -43,8 +43,21 @@ def gradients(
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.fixture
+def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has small models computed as large ones."""
+    monkeypatch.setattr(training_forward, "SMALL", 0)
+    monkeypatch.setattr(training_forward, "BLOCK", 300)
+    monkeypatch.setattr(packed, "FEW_POSITIONS", 0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_the_modules(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [False, True])
+def test_values_and_gradients_are_those_of_the_modules(
+    kind: str, large: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if large:
+        request.getfixturevalue("as_large")
     name, settings = KINDS[kind]
     path = saved(name, tmp_path, **settings)
     modules, model = load_model(path), load_model(path)
@@ -59,6 +72,7 @@ def test_values_and_gradients_are_those_of_the_modules(kind: str, tmp_path: Path
         torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-3, atol=2e-5, msg=parameter)
 
 
+@pytest.mark.usefixtures("as_large")
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bfloat16_gradients_are_as_near_to_those_in_float32_as_autocast_has_them(kind: str, tmp_path: Path) -> None:
     name, settings = KINDS[kind]
@@ -106,6 +120,7 @@ class Made(TorchDispatchMode):
         return result
 
 
+@pytest.mark.usefixtures("as_large")
 def test_gradients_have_their_memory_before_the_backward_pass(tmp_path: Path) -> None:
     model = load_model(saved("Qwen3", tmp_path, num_key_value_heads=2, tie_word_embeddings=False))
     forward = TrainingForward(model, torch.bfloat16)

@@ -31,24 +31,24 @@ def attended(
     `sinks_H` are those of `with_sinks`.
     """
     device, length = q_RLHD.device, k_RLKD.shape[1]
-    banded = window is not None and window < length
-    mask_LL = _band(length, window if window is not None and banded else length, device)
     if sinks_H is not None:
         q, k, v = (x.transpose(1, 2) for x in (q_RLHD, k_RLKD, v_RLKD))
+        mask_LL = _band(length, length if window is None else window, device)
         return with_sinks(q, k, v, mask_LL[-q_RLHD.shape[1] :], scaling, sinks_H).transpose(1, 2)
     if device.type == "cpu" and length <= LONGEST_BY_HAND:
         if torch.is_autocast_enabled("cpu"):
             q_RLHD, k_RLKD, v_RLKD = (x.to(torch.get_autocast_dtype("cpu")) for x in (q_RLHD, k_RLKD, v_RLKD))
-        mask_QL = mask_LL[-q_RLHD.shape[1] :]
-        result: Tensor = _Attended.apply(q_RLHD, k_RLKD, v_RLKD, scaling, mask_QL)  # type: ignore[no-untyped-call]
+        hidden_QL = _hidden(length, window, length - q_RLHD.shape[1])
+        result: Tensor = _Attended.apply(q_RLHD, k_RLKD, v_RLKD, scaling, hidden_QL)  # type: ignore[no-untyped-call]
         return result
     assert q_RLHD.shape[1] == length
+    banded = window is not None and window < length
     q_RHLD, k_RKLD, v_RKLD = (x.transpose(1, 2) for x in (q_RLHD, k_RLKD, v_RLKD))
     out_RHLD = F.scaled_dot_product_attention(
         q_RHLD,
         k_RKLD,
         v_RKLD,
-        attn_mask=mask_LL if banded else None,
+        attn_mask=_band(length, window, device) if window is not None and banded else None,
         is_causal=not banded,
         scale=scaling,
         enable_gqa=q_RHLD.shape[1] != k_RKLD.shape[1],
@@ -92,8 +92,8 @@ def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scaling: float, window: int 
     if device.type != "cpu" or length > LONGEST_BY_HAND:
         q, k, v = _parts(qkv_RLAD, kv_heads)
         return attended(q[:, skipped:], k, v, scaling, window)
-    mask_LL = _band(length, length if window is None else min(window, length), device)
-    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scaling, mask_LL[skipped:])  # type: ignore[no-untyped-call]
+    hidden_QL = _hidden(length, window, skipped)
+    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scaling, hidden_QL)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -104,11 +104,21 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     return (distance >= 0) & (distance < window)
 
 
+def _hidden(length: int, window: int | None, skipped: int) -> Tensor:
+    """Additions [Q, L] to scores: -inf where a key is hidden from one of the queries after the skipped, else 0."""
+    all_LL = torch.full((length, length), -torch.inf)
+    hidden_LL = all_LL.triu(1)
+    if window is not None and window < length:
+        hidden_LL += all_LL.tril(-window)
+    return hidden_LL[skipped:]
+
+
 class _Attended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_QL: Tensor) -> Tensor:
+    def forward(ctx: Any, q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, hidden_QL: Tensor) -> Tensor:
         ctx.scaling, ctx.shape, ctx.of_kv = scaling, q_RLHD.shape, k_RLKD.shape
-        result, kept = _forward(q_RLHD, k_RLKD, v_RLKD, scaling, mask_QL)
+        with torch.autocast("cpu", enabled=False):
+            result, kept = _forward(q_RLHD, k_RLKD, v_RLKD, scaling, hidden_QL)
         ctx.save_for_backward(*kept)
         return result
 
@@ -123,10 +133,10 @@ class _Attended(torch.autograd.Function):
 
 class _JointAttended(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, qkv_RLAD: Tensor, kv_heads: int, scaling: float, mask_QL: Tensor) -> Tensor:
+    def forward(ctx: Any, qkv_RLAD: Tensor, kv_heads: int, scaling: float, hidden_QL: Tensor) -> Tensor:
         ctx.scaling, ctx.shape, ctx.kv_heads = scaling, qkv_RLAD.shape, kv_heads
         q, k, v = _parts(qkv_RLAD, kv_heads)
-        result, kept = _forward(q[:, -len(mask_QL) :], k, v, scaling, mask_QL)
+        result, kept = _forward(q[:, -len(hidden_QL) :], k, v, scaling, hidden_QL)
         ctx.save_for_backward(*kept)
         return result
 
@@ -149,7 +159,7 @@ def _parts(qkv_RLAD: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def _forward(
-    q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, mask_QL: Tensor
+    q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, hidden_QL: Tensor
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Products of whole rows, with scores and their softmax in float32; also what the gradient needs.
 
@@ -158,8 +168,8 @@ def _forward(
     kv_heads = k_RLKD.shape[2]
     q_XMD, k_XLD, v_XLD = (_matrices(x, kv_heads) for x in (q_RLHD, k_RLKD, v_RLKD))
     groups = q_RLHD.shape[2] // kv_heads
-    hidden_ML = torch.zeros(mask_QL.shape).masked_fill_(~mask_QL, -torch.inf).repeat(groups, 1)
-    with torch.autocast("cpu", enabled=False), _exact_products(q_XMD.dtype):
+    hidden_ML = hidden_QL.repeat(groups, 1)
+    with _exact_products(q_XMD.dtype):
         score_XML = torch.baddbmm(hidden_ML, q_XMD.float(), k_XLD.float().transpose(1, 2), alpha=scaling)
         p_XML = score_XML.softmax(-1).to(q_XMD.dtype)
         out_XMD = torch.bmm(p_XML, v_XLD)

@@ -21,6 +21,9 @@ from shoal.model.routing import routing_of
 from shoal.model.token_logprobs import token_logprobs
 from shoal.model.training_forward import Forward, TrainingForward
 
+FEW_POSITIONS = 256
+"""Positions up to which queries of a shared beginning are computed again: one more bucket would take longer."""
+
 
 class PackedRows:
     """Nodes of a prefix tree side by side; each node attends to its own path up to itself.
@@ -43,9 +46,10 @@ class PackedRows:
         inverse_T = torch.empty(len(tree.tokens), dtype=torch.long)
         positions = outs = 0
         by_hand = torch.device(device).type == "cpu" and max(lengths) <= LONGEST_BY_HAND
-        for rows in _buckets_of_like_length(lengths, [path.shared if by_hand else 0 for path in tree.paths]):
+        skips = by_hand and sum(lengths) > FEW_POSITIONS
+        for rows in _buckets_of_like_length(lengths, [path.shared if skips else 0 for path in tree.paths]):
             padded = lengths[rows[0]]
-            skipped = min(tree.paths[row].shared for row in rows) if by_hand else 0
+            skipped = min(tree.paths[row].shared for row in rows) if skips else 0
             index: list[int] = []
             for row in rows:
                 path = tree.paths[row]

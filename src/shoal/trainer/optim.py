@@ -152,20 +152,37 @@ class Optimizer:
         """Norm of the change that the last step made to each block of numbers, from the moments alone."""
         for group in self._adam.param_groups:
             decay, (beta, beta_sq) = group["lr"] * group["weight_decay"], group["betas"]
-            for parameter in group["params"]:
-                if parameter.grad is None or not (state := self._adam.state.get(parameter)):
-                    continue
-                step = float(state["step"])
+            for step, blocks in self._blocks(group["params"]):
                 # lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), with what is constant taken together
                 root = math.sqrt(1 - beta_sq**step)
                 rate, eps = group["lr"] * root / (1 - beta**step), group["eps"] * root
-                tensors = (state["exp_avg"], state["exp_avg_sq"], parameter)
-                blocks = zip(*(torch.split(local(tensor).flatten(), BLOCK) for tensor in tensors), strict=True)
-                for moment, square, weight in blocks:
-                    change = torch.div(moment, square.sqrt().add_(eps))
-                    if decay:
-                        change.add_(weight, alpha=decay / rate)
-                    yield torch.linalg.vector_norm(change).mul_(rate / (1 - decay))
+                moments, squares, weights = zip(*blocks, strict=True)
+                divisors = torch._foreach_sqrt(squares)
+                torch._foreach_add_(divisors, eps)
+                changes = torch._foreach_div(moments, divisors)
+                if decay:
+                    torch._foreach_add_(changes, weights, alpha=decay / rate)
+                yield from torch._foreach_mul(torch._foreach_norm(changes), rate / (1 - decay))
+
+    def _blocks(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[float, list[tuple[Tensor, ...]]]]:
+        """Numbers of Adam's steps, and blocks of moments, their squares and weights that took them, a few at a time."""
+        at, blocks, room = 0.0, list[tuple[Tensor, ...]](), BLOCK
+        for parameter in parameters:
+            if parameter.grad is None or not (state := self._adam.state.get(parameter)):
+                continue
+            step = float(state["step"])
+            tensors = [local(tensor) for tensor in (state["exp_avg"], state["exp_avg_sq"], parameter)]
+            small = tensors[0].numel() <= BLOCK
+            parts = [tuple(tensors)] if small else zip(*(one.flatten().split(BLOCK) for one in tensors), strict=True)
+            for part in parts:
+                room -= part[0].numel()
+                if blocks and (step != at or room < 0):
+                    yield at, blocks
+                    blocks, room = [], BLOCK - part[0].numel()
+                at = step
+                blocks.append(part)
+        if blocks:
+            yield at, blocks
 
     def _norm(self, changes: Iterable[Tensor]) -> float:
         named = list(self._named.values())
