@@ -4,6 +4,7 @@ Weights are those of the whole model, or a low-rank adapter in the form of peft,
 which the model was loaded: W' = W + (alpha / rank) B A. The files of these weights stay on the disk and are mapped.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -183,4 +184,4 @@ def _is_finite(tensor: Tensor) -> bool:
 
     In bfloat16 `isfinite` takes 22 times as long.
     """
-    return not tensor.numel() or not tensor.is_floating_point() or all(one.isfinite() for one in tensor.aminmax())
+    return not tensor.numel() or not tensor.is_floating_point() or all(map(math.isfinite, tensor.aminmax()))

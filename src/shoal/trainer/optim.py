@@ -86,6 +86,8 @@ class Optimizer:
             for part, peak in ((trained.values(), config.lr), ((critic or {}).values(), config.critic.lr or config.lr))
             for matrices, decay in ((True, config.weight_decay), (False, 0.0))
         ]
+        self._sharded = any(map(is_sharded, self._named.values()))
+        self._copies = max(map(copies, self._named.values()))
         self._offloads = config.offload == "optimizer"
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
         self.updates = 0
@@ -116,7 +118,7 @@ class Optimizer:
     def _clip(self, norm: Tensor, value: float) -> None:
         """Has the gradient shortened to the largest norm: by Adam as it reads it, or before that if it is sharded."""
         most = self._config.max_grad_norm
-        if any(map(is_sharded, self._named.values())):
+        if self._sharded:
             nn.utils.clip_grads_with_norm_(self._named.values(), most, norm)
         else:
             # torch.amp's protocol: fused optimizers divide by this attribute.
@@ -173,7 +175,9 @@ class Optimizer:
             step = float(state["step"])
             tensors = [local(tensor) for tensor in (state["exp_avg"], state["exp_avg_sq"], parameter)]
             small = tensors[0].numel() <= BLOCK
-            parts = [tuple(tensors)] if small else zip(*(one.flatten().split(BLOCK) for one in tensors), strict=True)
+            parts = (
+                [tuple(tensors)] if small else zip(*(torch.split(one.flatten(), BLOCK) for one in tensors), strict=True)
+            )
             for part in parts:
                 room -= part[0].numel()
                 if blocks and (step != at or room < 0):
@@ -185,8 +189,7 @@ class Optimizer:
             yield at, blocks
 
     def _norm(self, changes: Iterable[Tensor]) -> float:
-        named = list(self._named.values())
-        return norm(changes, sharded=any(map(is_sharded, named)), copies=max(map(copies, named)))
+        return norm(changes, sharded=self._sharded, copies=self._copies)
 
     def count_push(self) -> None:
         """Resets the moments at a push of weights, if the config says so."""

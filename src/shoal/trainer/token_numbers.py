@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from torch import Tensor
 
 from shoal.trainer.messages import CAPPED, CLIPPED, MASKED, TokensFile
@@ -67,7 +67,7 @@ class TokenNumbers:
         if rank:
             path = path.with_suffix(f".{rank}{path.suffix}")
         metadata = {"groups": json.dumps(list(zip(file.group_ids, rows, strict=True)))}
-        whole = {name: torch.cat([part.cpu() for part in parts]) for name, parts in self._parts.items()}
+        whole = {name: torch.cat(parts).numpy(force=True) for name, parts in self._parts.items()}
         unfinished = path.with_name(f"{path.name}.unfinished")
         try:
             path.parent.mkdir(exist_ok=True)
