@@ -27,7 +27,10 @@ from shoal.swarm.server import NatsServer, ServerOptions
 HERE = Path(__file__).parent
 SERVERS = 3
 TOKEN = "coral"
-MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+MAIN = (  # in the background of a shell SIGINT would be ignored
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
+)
 STOP_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
 
