@@ -51,13 +51,16 @@ def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "FEW_POSITIONS", 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("large", [False, True])
-def test_values_and_gradients_are_those_of_the_modules(
-    kind: str, large: bool, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if large:
+@pytest.fixture(params=["as they are", "as large ones"])
+def both_sizes(request: pytest.FixtureRequest) -> None:
+    """Has small models computed as they are, and then as large ones."""
+    if request.param == "as large ones":
         request.getfixturevalue("as_large")
+
+
+@pytest.mark.usefixtures("both_sizes")
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_and_gradients_are_those_of_the_modules(kind: str, tmp_path: Path) -> None:
     name, settings = KINDS[kind]
     path = saved(name, tmp_path, **settings)
     modules, model = load_model(path), load_model(path)
@@ -72,7 +75,7 @@ def test_values_and_gradients_are_those_of_the_modules(
         torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-@pytest.mark.usefixtures("as_large")
+@pytest.mark.usefixtures("both_sizes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_bfloat16_gradients_are_as_near_to_those_in_float32_as_autocast_has_them(kind: str, tmp_path: Path) -> None:
     name, settings = KINDS[kind]

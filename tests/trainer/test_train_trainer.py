@@ -294,6 +294,19 @@ def test_the_norm_of_an_update_counts_what_decay_takes_from_the_weights() -> Non
         assert norm == pytest.approx((model.weight - before).norm().item(), rel=1e-4)
 
 
+def test_the_norm_of_an_update_counts_all_weights_large_and_small_and_those_that_joined_later() -> None:
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(8, 8), nn.Linear(200, 300), nn.Linear(8, 4))
+    optimizer = Optimizer(model, TrainConfig(lr=1e-2, weight_decay=0.1))
+    generator = torch.Generator().manual_seed(0)
+    for with_gradient in (model[:2], model, model):  # Adam counts steps of each weight
+        for weight in with_gradient.parameters():
+            weight.grad = torch.randn(weight.shape, generator=generator)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach()
+        norm = optimizer.update().update_norm
+        after = nn.utils.parameters_to_vector(model.parameters()).detach()
+        assert norm == pytest.approx((after - before).norm().item(), rel=1e-4)
+
+
 def test_offloaded_moments_give_the_same_steps_and_the_same_state(tiny_model_dir: Path, tmp_path: Path) -> None:
     settings: dict[str, object] = {"lr": 1e-3, "weight_decay": 0.1}
     usual, offloaded = (trainer(tiny_model_dir, **settings, offload=kind) for kind in ("none", "optimizer"))

@@ -247,7 +247,7 @@ def _whole(scaled_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Indices [B, 1] where the cumulative sum first exceeds u times the sum; an entry with p = 0 is never chosen.
 
-    The block of entries is found first, because a cumulative sum takes ten times as long as a sum.
+    In a long vocabulary the block of entries is found first: a cumulative sum takes ten times as long as a sum.
     """
     if p_BV.shape[1] <= BLOCK:
         cumulative_BV = p_BV.cumsum(-1)
