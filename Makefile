@@ -166,7 +166,7 @@ site: $(VENV)/dev-installed
 	@echo "the site begins at build/site/index.html"
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
-EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing peer_teachers pictures sapo sapo_stacked
+EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing pictures sapo sapo_stacked
 .PHONY: $(EXPERIMENTS)
 $(EXPERIMENTS): $(VENV)/shoal-installed
 	$(BIN)/python -m experiments.$@

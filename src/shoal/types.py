@@ -252,14 +252,12 @@ class RolloutStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """Figures of this node itself at the time it took a peer's answer; only a lesson has something of the peer's."""
+    """Figures of this node itself at the time it took a peer's answer."""
 
     skill: float | None = None
     """This node's mean reward in such tasks, where that is the baseline."""
     usual_logprob: float = 0.0
     """Nats per token of what it sampled itself in such tasks lately; 0 when it sampled nothing yet."""
-    advantages: tuple[float, ...] = ()
-    """Advantage of each sampled token of an own answer that a peer taught: its nats less this node's, within bounds."""
 
 
 @dataclass(frozen=True, slots=True)

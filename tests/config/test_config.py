@@ -53,8 +53,8 @@ def test_the_defaults_train_with_a_list_of_tasks_alone() -> None:
 def test_there_are_fewer_than_144_settings_and_each_has_a_sentence() -> None:
     found = dict(leaves(Config))
     # Losses share settings: train.loss.clip_low is one, whichever of them reads it. Roles of other hosts and stages
-    # brought fifteen, trackers more: a run on one host sets none of them. Peers as teachers and the patience of a step
-    # with its peers are one each. Only the user knows whether a server was started to load adapters,
+    # brought fifteen, trackers more: a run on one host sets none of them. The patience of a step
+    # with its peers is one. Only the user knows whether a server was started to load adapters,
     # and whether memory holds another copy of all moments.
     assert 40 < len({re.sub(r"\.[A-Z]\w+(?=\.)", "", name) for name in found}) < 144
     for name, field in found.items():

@@ -60,11 +60,6 @@ class SwarmConfig(Section):
     attachment_bytes: int = Field(
         65536, ge=1, le=262144, description="Size up to which images and other attachments of peers are fetched."
     )
-    teach: bool = Field(
-        False,
-        description="Scores peers' answers under the node's own model, and learns from the scores of whoever is better "
-        "at a task (on-policy distillation, any tokenizer). Lessons count among `external_groups`.",
-    )
     wait_s: float = Field(
         0.0,
         ge=0,

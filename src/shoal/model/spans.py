@@ -38,25 +38,6 @@ def common_spans(own_ends: Sequence[int], ends: Sequence[int]) -> Iterator[tuple
         i, j = own_to, to
 
 
-def span_advantages(
-    own_ends: Sequence[int], own_logprobs: Sequence[float], ends: Sequence[int], logprobs: Sequence[float]
-) -> tuple[float, ...]:
-    """Advantage of each own token: the teacher's logprob of its span less the own one, within `MOST_NATS`.
-
-    Ends count the bytes of one text, which both spell to its end. A logprob more than ends is that of the stop token,
-    a span of its own.
-
-    >>> span_advantages((1, 2, 3), (-1.0, -1.0, -0.5), (2, 3), (-1.5, -0.75))
-    (0.5, 0.5, -0.25)
-    """
-    found = list[float]()
-    for own, other in common_spans(own_ends, ends):
-        found += [bounded(sum(logprobs[other]) - sum(own_logprobs[own]))] * (own.stop - own.start)
-    if len(own_logprobs) > len(own_ends) and len(logprobs) > len(ends):
-        found.append(bounded(logprobs[len(ends)] - own_logprobs[len(own_ends)]))
-    return tuple(found)
-
-
 def bounded(nats: float) -> float:
     """Advantage within `MOST_NATS`."""
     return min(max(nats, -MOST_NATS), MOST_NATS)

@@ -79,8 +79,6 @@ STEP_NAMES: Mapping[str, str] = {
     "external": "Groups of peers that the step trained; they are in no other number above but the trainer's.",
     "external_missing": "Groups of peers that the step would have trained, had they been there.",
     "reward_external": "Mean reward that this node's scorer gave to peers' answers trained by the step; selected ones.",
-    "lessons": "Own groups that the step trained once more, by the scores of a better peer.",
-    "offers_scored": "Groups of peers scored under the node's own model since the step before.",
     "offers_shared": "Groups given to the swarm since the step before.",
     "offers_admitted": "Offers admitted since the step before; verified, but not scored yet.",
     "offers_refused": "Frames and offers of the swarm refused since the step before, for any reason.",

@@ -40,7 +40,6 @@ class Kind(StrEnum):
 
     OFFER = "offer"
     WANT = "want"
-    SCORES = "scores"
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ def external_rows(group: Group, rows: Sequence[Sample], credit: Credit) -> tuple
         *_drop    leaves them out; their tokens still count in the loss's denominator
         *_weight  multiplies them with `own_likelihood`
 
-    A lesson's advantages are its teacher's (`teaching`), whatever the credit.
     """
     finished = group.finished
     return tuple(_weighed(row, finished[i % len(finished)], credit) for i, row in enumerate(rows))
@@ -36,9 +35,6 @@ def external_rows(group: Group, rows: Sequence[Sample], credit: Credit) -> tuple
 
 def _weighed(row: Sample, rollout: Rollout, credit: Credit) -> Sample:
     advantages = row.advantages
-    if rollout.external is not None and rollout.external.advantages:
-        taught = iter(rollout.external.advantages)
-        return replace(row, advantages=tuple(next(taught) if sampled else 0.0 for sampled in row.mask))
     if rollout.external is not None and rollout.external.skill is not None:
         against = skill_advantage(rollout.reward.value, rollout.external.skill)
         advantages = tuple(against if sampled else 0.0 for sampled in row.mask)

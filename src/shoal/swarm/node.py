@@ -32,12 +32,11 @@ from shoal.swarm.encoding import ReadyOffer, rollouts_of
 from shoal.swarm.envelope import Kind
 from shoal.swarm.external import NEED_DECAY, OwnRecord
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
-from shoal.swarm.offer import MAX_WANTED, Offer, Scores, Want, offer_of
+from shoal.swarm.offer import MAX_WANTED, Offer, Want, offer_of
 from shoal.swarm.offer_reading import OfferReader
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
 from shoal.swarm.strategy import Candidate, Own, apply_taker, sharer_of, taker_of
-from shoal.swarm.teaching import Lesson, teaching_of
 from shoal.swarm.trust import LIES, Reason, Recent, VerifiedMessage
 from shoal.types import Group, Origin, seed_for
 
@@ -97,8 +96,6 @@ class Node(Peer):
         self._reader = OfferReader(
             joined.own, scorer, renderer, max_model_len, answers, self._rng, self._thoughts, threads
         )
-        self._teaching = teaching_of(self.peer_id, renderer, self._most_wanted) if settings.teach else None
-        self._lessons: list[Lesson] = []
         self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
         self._pending = PendingOffers()
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
@@ -109,7 +106,7 @@ class Node(Peer):
         self._taken.update((group.origin.message_id, None) for group in trained if group.origin)
         self._contents = Contents(trained)
         self._author_uses: Counter[str] = Counter()
-        self._outbox: asyncio.Queue[tuple[Group | Scores, float]] = asyncio.Queue(OUTBOX)
+        self._outbox: asyncio.Queue[tuple[Group, float]] = asyncio.Queue(OUTBOX)
         self._record = OwnRecord(settings.credit)
         self._supplied = 0
         self._read, self._awaited = 0, settings.round_offers  # offers in all, and those with which a round is whole
@@ -124,14 +121,10 @@ class Node(Peer):
         size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
         now_s, steady_s = self._clock(), asyncio.get_running_loop().time()
         if self._sharer(Own(service, rewards, size), self._wanted(), steady_s):
-            self._send_soon(group, now_s)
-
-    def _send_soon(self, content: Group | Scores, made_s: float) -> None:
-        """Queues what is to be sent; the oldest makes room."""
-        if self._outbox.full():
-            self._outbox.get_nowait()
-            self.tally.unsent += 1
-        self._outbox.put_nowait((content, made_s))
+            if self._outbox.full():  # the oldest makes room
+                self._outbox.get_nowait()
+                self.tally.unsent += 1
+            self._outbox.put_nowait((group, now_s))
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
         """Encodes the chosen offers as groups under the weights being trained; `version` is their newest Version."""
@@ -139,26 +132,16 @@ class Node(Peer):
             await self._enough()
             self._choose()
         chosen, self._chosen = self._chosen or [], None
-        lessons, self._lessons = self._lessons, []
-        asked = self._teaching.asked() if self._teaching else []
-        sources = [*(one.source for one in chosen), *(one.source for one in lessons), *(one.source for one in asked)]
-        if not sources:
+        if not chosen:
             return []
-        own = iter(await logprobs([row for source in sources for row in source.rows]))
+        own = iter(await logprobs([row for one in chosen for row in one.source.rows]))
         groups = []
         for ready in chosen:
             message, source, external = ready.message, ready.source, self._record.external(ready.source.task.service)
             rollouts = rollouts_of(source, ready.rewards, own, version, external)
             origin = Origin(message.peer_id, message.id)
             groups.append(Group(f"{message.id}/{ready.uses}", source.task, rollouts, version, origin))
-        if self._teaching is not None:
-            for lesson in lessons:
-                external = self._record.external(lesson.group.task.service)
-                groups.append(self._teaching.trained(lesson, own, version, external))
-            for scores in filter(None, [self._teaching.scores(one, own) for one in asked]):
-                self._send_soon(scores, self._clock())
         self.tally.taken += len(groups)
-        self.tally.lessons += len(lessons)
         return groups
 
     def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
@@ -187,7 +170,6 @@ class Node(Peer):
     def _totals(self) -> dict[str, int]:
         return {
             "external_missing": self.tally.missing,
-            **({"lessons": self.tally.lessons, "offers_scored": self.tally.scored} if self._teaching else {}),
             "offers_shared": self.tally.shared,
             "offers_admitted": self.ingress.admitted,
             "offers_refused": self.ingress.refused.total() - self.ingress.refused[Reason.OWN],
@@ -230,14 +212,6 @@ class Node(Peer):
             self.ingress.refuse(crowded_out, Reason.CROWDED)
             self._read += 1
         self._work.set()
-
-    def _hear(self, message: VerifiedMessage, scores: Scores) -> None:
-        if self._teaching is not None:
-            reason = self._teaching.hear(message, scores, self._record.rewards.get)
-            if reason is None:
-                self._arrived.set()
-            else:
-                self.ingress.refuse(message.peer_id, reason)
 
     async def _verify(self) -> None:
         """Verifies pending offers until enough are ready."""
@@ -302,9 +276,6 @@ class Node(Peer):
         rewards = await self._reader.score(source)
         if isinstance(rewards, Reason):
             return rewards
-        if self._teaching is not None:
-            own = self._record.rewards.get(source.task.service)
-            self._teaching.measure(message.peer_id, content.claim.question, source, rewards, own)
         if not self._record.teaches(source.task.service, rewards):
             return Reason.UNINFORMATIVE
         return ReadyOffer(message, source, rewards)
@@ -333,14 +304,12 @@ class Node(Peer):
         """Whether all offers of the round were read; without rounds, whether as many are ready as a step wants."""
         if self._settings.round_offers:
             return self._read >= self._awaited
-        return self.ready + (self._teaching.ready if self._teaching else 0) >= self._most_wanted
+        return self.ready >= self._most_wanted
 
     def _choose(self) -> int:
         wanted = self._split.external if self._split else self._most_wanted
         self._drop_useless()
-        if self._teaching is not None:
-            self._lessons += self._teaching.take(wanted - len(self._lessons), self.ingress.banned)
-        now_s, offers = self._clock(), wanted - len(self._lessons)
+        now_s = self._clock()
         candidates = [
             Candidate(
                 peer_id=(peer_id := ready.message.peer_id),
@@ -354,7 +323,7 @@ class Node(Peer):
             )
             for ready in self._ready
         ]
-        chosen = [self._ready[i] for i in apply_taker(self._taker, candidates, offers, self._rng)]
+        chosen = [self._ready[i] for i in apply_taker(self._taker, candidates, wanted, self._rng)]
         for ready in chosen:
             ready.uses += 1
             self._author_uses[ready.message.peer_id] += 1
@@ -364,9 +333,9 @@ class Node(Peer):
         once = self._settings.round_offers > 0
         self._ready = [ready for ready in self._ready if not once and ready.uses < self._settings.reuse]
         self._work.set()
-        self.tally.missing += offers - len(chosen)
+        self.tally.missing += wanted - len(chosen)
         self._chosen = chosen
-        return len(chosen) + len(self._lessons) if self._split else 0
+        return len(chosen) if self._split else 0
 
     def _drop_useless(self) -> None:
         """Drops ready offers that are too old or of banned peers."""
@@ -380,15 +349,10 @@ class Node(Peer):
 
     async def _share(self) -> None:
         while True:
-            content, made_s = await self._outbox.get()
+            group, made_s = await self._outbox.get()
             try:
-                if isinstance(content, Scores):
-                    self.tally.scored += await self._send(Kind.SCORES, wire.encode(content), made_s + self.fresh_s)
-                    continue
-                claim = await self._own.claim(content.task)
-                if self._teaching is not None:
-                    self._teaching.share(claim.question, content)
-                await self._share_offer(offer_of(content, claim, self._model, made_s, thoughts=self._thoughts))
+                claim = await self._own.claim(group.task)
+                await self._share_offer(offer_of(group, claim, self._model, made_s, thoughts=self._thoughts))
             except (TaskError, WireError, ValueError):
                 self.tally.unsent += 1
 

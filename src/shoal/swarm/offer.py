@@ -19,8 +19,6 @@ MAX_ROLLOUTS = 64
 MAX_WANTED = 64
 MAX_TURNS = 64
 MAX_CALLS = 16
-MAX_SCORED = 8192
-"""Tokens of an answer that a teacher scores."""
 MAX_ATTACHED = 4
 MAX_CHECKER_CHARACTERS = 16_384
 TEXT = "text"
@@ -28,7 +26,6 @@ TEXT = "text"
 MAX_NAME_CHARACTERS = 200
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
-Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
 Digest = Annotated[str, Meta(pattern="^(?:[0-9a-f]{64})?$")]
 
 
@@ -165,27 +162,6 @@ class Want:
 
     needs: Annotated[tuple[tuple[Name, Annotated[float, Meta(ge=0, le=1)]], ...], Meta(max_length=MAX_WANTED)]
     """Task services with the missing share of the reward there: 0..1."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredAnswer:
-    """Logprobs of one answer under its teacher's model, by the bytes of its text."""
-
-    answer: Key
-    """Digest of the text."""
-    ends: Annotated[tuple[Annotated[int, Meta(ge=1)], ...], Meta(max_length=MAX_SCORED)]
-    """Bytes of the text (UTF-8) at which the teacher's tokens end."""
-    logprobs: Annotated[tuple[Annotated[float, Meta(le=0, ge=-1e4)], ...], Meta(max_length=MAX_SCORED + 1)]
-    """Nats of each token, and of the stop token after a complete answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Scores hold a teacher's logprobs of the answers that one peer shared to one question."""
-
-    key: Key
-    """Digest of that peer and the question."""
-    answers: Annotated[tuple[ScoredAnswer, ...], Meta(max_length=MAX_ROLLOUTS)]
 
 
 def model_name(name: str) -> str:

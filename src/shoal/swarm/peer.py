@@ -22,7 +22,7 @@ from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
 from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.offer import Offer, Scores, Want
+from shoal.swarm.offer import Offer, Want
 from shoal.swarm.trust import Bucket, IngressFilter, Reason, Recent, Recogniser, TrustLimits, VerifiedMessage
 
 BANNED_FILE = "banned.txt"
@@ -79,10 +79,6 @@ class NodeCounts(PeerCounts):
     """Counts since the start of a node."""
 
     taken: int = 0
-    lessons: int = 0
-    """Own groups trained once more by a teacher's scores; they count as taken."""
-    scored: int = 0
-    """Groups of peers scored for their authors."""
     missing: int = 0
     """Groups that steps wanted and did not get."""
 
@@ -149,9 +145,6 @@ class Peer:
     def _receive(self, message: VerifiedMessage, offer: Offer) -> None:
         """Takes a verified offer. Returns at once."""
 
-    def _hear(self, message: VerifiedMessage, scores: Scores) -> None:
-        """Takes a teacher's scores of somebody's answers. Returns at once."""
-
     async def _periodic(self) -> None:
         """Does the periodic work, every `report_every_s`, after the ban list was read."""
 
@@ -201,8 +194,6 @@ class Peer:
                 if isinstance(message, VerifiedMessage):
                     if isinstance(message.content, Want):
                         self._wants[message.peer_id] = message.sent_s, message.content
-                    elif isinstance(message.content, Scores):
-                        self._hear(message, message.content)
                     else:
                         self._receive(message, message.content)
                 await asyncio.sleep(0)

@@ -26,7 +26,7 @@ from typing import Protocol, TypeVar
 from shoal import wire
 from shoal.errors import WireError
 from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
-from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Scores, Want
+from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Want
 from shoal.types import Task
 
 PRIOR = 1.0
@@ -42,7 +42,7 @@ MOST_RATED = 4096
 WINDOW = 256
 """Sequence numbers below the highest that may still arrive, out of order."""
 
-PAYLOADS: Mapping[Kind, type[Offer | Want | Scores]] = {Kind.OFFER: Offer, Kind.WANT: Want, Kind.SCORES: Scores}
+PAYLOADS: Mapping[Kind, type[Offer | Want]] = {Kind.OFFER: Offer, Kind.WANT: Want}
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -89,9 +89,6 @@ class Reason(StrEnum):
     REPEATED = "said before"
     """Offer whose answers were all taken before under any name, or that follows its author's last too soon."""
     UNINFORMATIVE = "nothing to learn"
-    NO_BETTER = "scored by no better node"
-    FORBIDDEN = "answers that their teacher forbids"
-    """Scores of answers that say nothing but that the teacher gives nearly none of their tokens."""
     STALE = "not fresh any more"
     CROWDED = "no room"
 
@@ -148,7 +145,7 @@ class VerifiedMessage:
     id: str
     """Id, unique among all messages that are ever admitted."""
     sent_s: float
-    content: Offer | Want | Scores
+    content: Offer | Want
 
 
 @dataclass(slots=True)

@@ -1,1 +1,0 @@
-"""Three models with three tokenizers, each good at one task, as teachers of one another."""
