@@ -19,7 +19,6 @@ from shoal.cli import app
 from shoal.config import load
 from shoal.net.server import uvicorn_config
 from shoal.swarm.status_page import status_page
-from shoal.swarm.task_package import reference_of, unsealed
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -85,7 +84,7 @@ def test_kubernetes_runs_commands_that_exist_and_its_services_find_their_pods() 
         assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
 
 
-def test_an_invitation_is_a_line_that_joins_with_address_key_and_packages(tmp_path: Path) -> None:
+def test_an_invitation_is_a_line_that_joins_with_address_key_and_data_sets(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
         '[[tasks]]\nname = "gcd"\n[[tasks]]\nname = "guess_number"\nservice = "turns"\n'
@@ -105,19 +104,8 @@ def test_an_invitation_is_a_line_that_joins_with_address_key_and_packages(tmp_pa
     joined = load(guest, words[3:]).swarm
     assert joined.servers == ["nats://a%20b@10.0.0.7:4222"]
     assert (joined.name, joined.datasets, joined.external_groups) == ("reef", ["gcd"], 4)
-    assert [reference_of(one)[0] for one in joined.packages] == ["guess_number"]
     again = CliRunner().invoke(app, ["swarm", "invite", str(config), "--nkey", str(key)])
     assert again.exit_code != 0
-
-
-def test_a_packed_task_is_a_file_whose_reference_nodes_accept(tmp_path: Path) -> None:
-    out, key = tmp_path / "glyphs.shoal-task", tmp_path / "identity.pem"
-    task = f"{ROOT / 'examples' / 'modalities' / 'glyphs.py'}:Grids"
-    done = CliRunner().invoke(app, ["swarm", "pack", task, "--out", str(out), "--identity", str(key)])
-    assert done.exit_code == 0, done.output
-    package, _ = unsealed(out.read_bytes())
-    assert package.reference == done.output.strip()
-    assert package.name == "glyphs"
 
 
 @pytest.mark.parametrize("written", [True, False])

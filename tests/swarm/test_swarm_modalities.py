@@ -28,8 +28,8 @@ from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Attached, Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
-from shoal.swarm.package_tasks import PackageTasks
 from shoal.swarm.peer import Joined
+from shoal.swarm.python_tasks import PythonTasks
 from shoal.swarm.server import NatsServer, ServerOptions
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
@@ -56,8 +56,8 @@ async def joined(
     exchange: MemoryExchange, services: Sequence[Environment], folder: Path, bounds: SwarmConfig | None = None
 ) -> AsyncIterator[Joined]:
     bounds, identity = bounds or SwarmConfig(), Identity.fresh()
-    async with PackageTasks(services, bounds, folder, exchange, identity) as packages:
-        own = OwnTasks(services, bounds, packages, AttachmentReader(services, bounds, packages, exchange))
+    async with PythonTasks(services, bounds) as python:
+        own = OwnTasks(services, bounds, python, AttachmentReader(services, bounds, python, exchange))
         yield Joined(exchange, own, identity, folder, CONFIG)
         own.close()
 

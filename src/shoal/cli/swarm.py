@@ -160,7 +160,7 @@ def invite(
     nkey: Annotated[Path | None, typer.Option(help="Make a key for the guest in this file.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Print the line with which another node joins: address, key, and the digests of this node's task packages."""
+    """Print the line with which another node joins: address, key and data sets."""
     from shoal.config import load
     from shoal.run.join_swarm import invite as invited
 
@@ -172,24 +172,6 @@ def invite(
     print(made["line"])
     if made["public_key"]:
         print(f"give the guest {nkey}, and the server's accounts the user {{ nkey: {made['public_key']} }}")
-
-
-@app.command()
-def pack(
-    task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="Task of the Python SDK; or file.py:TASK.")],
-    out: Annotated[Path, typer.Option(help="Where the package is written.")],
-    identity: Annotated[Path, typer.Option(help="Key that signs; made when there is none.")] = Path(
-        "runs/publisher/identity.pem"
-    ),
-) -> None:
-    """Pack a task into a signed file; prints the NAME@DIGEST by which nodes accept it (swarm.packages)."""
-    from shoal.net.identity import Identity
-    from shoal.swarm.task_package import package_of, sealed
-    from shoal.tasks.sdk import definition_at
-
-    made = package_of(definition_at(task))
-    out.write_bytes(sealed(made, Identity.load(identity)))
-    print(made.reference)
 
 
 @app.command()

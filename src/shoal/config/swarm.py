@@ -42,9 +42,6 @@ class SwarmConfig(Section):
     checkers: list[Literal["exact", "number", "math", "regex", "code"]] = Field(
         [], description="Checkers with which peers' questions are taken that this node has not; truths are the peers'."
     )
-    packages: list[str] = Field(
-        [], description="Task packages of peers that are taken besides those of the node's own tasks: NAME@DIGEST."
-    )
     thoughts: Literal["keep", "strip"] = Field(
         "keep", description="Thoughts before answers, in what the node shares and in what it takes."
     )

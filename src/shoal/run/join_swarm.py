@@ -27,8 +27,8 @@ from shoal.swarm.human.server import HumanServer
 from shoal.swarm.invitation import guest_key, invitation
 from shoal.swarm.node import Node
 from shoal.swarm.options import NatsOptions
-from shoal.swarm.package_tasks import PackageTasks
 from shoal.swarm.peer import Joined, Peer
+from shoal.swarm.python_tasks import PythonTasks
 from shoal.tasks.library import library_of
 from shoal.types import Split
 
@@ -57,9 +57,9 @@ async def _joined(
             options = NatsOptions(config.swarm.servers, config.swarm.name)
             exchange = await stack.enter_async_context(NatsExchange(options))
         identity = Identity.load(folder / "identity.pem")
-        packages = PackageTasks(services, config.swarm, folder / "packages", exchange, identity)
-        reader = AttachmentReader(services, config.swarm, packages, exchange)
-        own = OwnTasks(services, config.swarm, await stack.enter_async_context(packages), reader)
+        python = PythonTasks(services, config.swarm)
+        reader = AttachmentReader(services, config.swarm, python, exchange)
+        own = OwnTasks(services, config.swarm, await stack.enter_async_context(python), reader)
         stack.push_async_callback(asyncio.to_thread, own.close)
         await asyncio.to_thread(own.check)
         yield Joined(exchange, own, identity, folder, config)

@@ -1,8 +1,8 @@
 """Questions with parts that are no text: their bytes travel by hash, and reach only nodes that read their type.
 
 A task that reads has a method `read` and the media types that it knows (`tasks.sdk`). The node fetches the attachments
-of a claim with the task's name, and checks size, hash and type. Then `read` makes a question of its own, in the sandbox
-of the task's package. Nothing else ever decodes an attachment. The truth is the peer's, and a checker compares with it.
+of a claim with the task's name, and checks size, hash and type. Then `read` makes a question of its own, in the task's
+sandbox. Nothing else ever decodes an attachment. The truth is the peer's, and a checker compares with it.
 """
 
 import base64
@@ -23,7 +23,7 @@ from shoal.tasks.sdk import Definition
 from shoal.types import Split, Task
 
 if TYPE_CHECKING:
-    from shoal.swarm.package_tasks import PackageTasks
+    from shoal.swarm.python_tasks import PythonTasks
 
 BEGINNINGS: Mapping[str, tuple[bytes, ...]] = {
     "image/png": (b"\x89PNG\r\n\x1a\n",),
@@ -40,9 +40,9 @@ class AttachmentReader:
     """Reads and writes claims with attachments, for the own tasks that have a reader."""
 
     def __init__(
-        self, services: Iterable[object], bounds: SwarmConfig, packages: "PackageTasks", attachments: Attachments
+        self, services: Iterable[object], bounds: SwarmConfig, python: "PythonTasks", attachments: Attachments
     ) -> None:
-        self._bounds, self._packages, self._attachments = bounds, packages, attachments
+        self._bounds, self._python, self._attachments = bounds, python, attachments
         tasks = [one for one in services if isinstance(one, Definition)]
         # Peers' texts reach no code outside of a sandbox: a task that scores by itself takes none of these questions.
         self._readers = {one.name: one for one in tasks if one.media and not (one.scores or one.converses)}
@@ -85,7 +85,7 @@ class AttachmentReader:
             if data is None:
                 return Reason.NOT_SENT
             parts.append(data)
-        question = await self._packages.read(reader.name, claim.question, parts)
+        question = await self._python.read(reader.name, claim.question, parts)
         if isinstance(question, Reason):
             return question
         if len(question.text) + len(claim.truth) > self._bounds.draw_characters:

@@ -6,7 +6,7 @@ Question and truth come from that draw. A claim that differs is a signed lie, un
 By default a node draws only its own datasets with its own settings, so a peer can choose nothing but a seed.
 `swarm.datasets` allows others.
 
-A task of the Python SDK is a package, which its own sandbox draws and plays (`package_tasks`).
+A task of the Python SDK is drawn and played in a sandbox (`python_tasks`).
 
 A task without a receipt is looked up by its question among the node's own. With `swarm.checkers` other questions are
 taken with the peer's truth and checker (`questions_of_peers`). Tasks with a user's function or a judge as
@@ -23,7 +23,7 @@ from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
 from shoal.swarm.attachments import AttachmentReader
 from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
-from shoal.swarm.package_tasks import PackageTasks
+from shoal.swarm.python_tasks import PythonTasks
 from shoal.swarm.questions_of_peers import checker_of, task_of_question
 from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
@@ -38,14 +38,14 @@ class OwnTasks:
         self,
         services: Iterable[Environment],
         bounds: SwarmConfig | None = None,
-        packages: PackageTasks | None = None,
+        python: PythonTasks | None = None,
         reader: AttachmentReader | None = None,
     ) -> None:
         """`bounds` has the datasets that are drawn with a peer's settings, and the limits of such draws.
 
-        Without `packages`, tasks of the Python SDK are neither shared nor taken; without a `reader`, no attachments.
+        Without `python`, tasks of the Python SDK are neither shared nor taken; without a `reader`, no attachments.
         """
-        services, self._packages, self._reader = list(services), packages, reader
+        services, self._python, self._reader = list(services), python, reader
         self._bounds = bounds or SwarmConfig()
         self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
         self._listed: dict[str, tuple[Split, Task]] = {}
@@ -72,8 +72,8 @@ class OwnTasks:
         """Builds the claim of an own task. Raises `TaskError` for a task that cannot be shared."""
         if self._reader is not None and (attached := await self._reader.claim(task)) is not None:
             return attached
-        if self._packages is not None and self._packages.package(task.service) is not None:
-            return await self._packages.claim(task)
+        if self._python is not None and task.service in self._python:
+            return await self._python.claim(task)
         if task.receipt is None:
             if _question(task) not in self._listed:
                 raise TaskError(f"{task.service}: its tasks have no receipts, and are in no file")
@@ -90,15 +90,15 @@ class OwnTasks:
         """Finds the training task with the claim's question; prompt, truth and scorer are this node's own."""
         if claim.modality != TEXT or claim.attachments:
             return Reason.OTHER_MODALITY if self._reader is None else await self._reader.task(claim)
-        if claim.package:
-            return Reason.UNKNOWN_TASK if self._packages is None else await self._packages.task(claim)
+        if claim.source:
+            return Reason.UNKNOWN_TASK if self._python is None else await self._python.task(claim)
         found = await self._found(claim)
         return found if isinstance(found, Reason) or is_confined(task_spec(found)) else Reason.UNKNOWN_TASK
 
     async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
-        """Plays a rollout of a task package again; any other task has one question and one answer."""
-        if claim.package and self._packages is not None:
-            return await self._packages.course(claim, task, rollout)
+        """Plays a rollout of a Python task again; any other task has one question and one answer."""
+        if claim.source and self._python is not None:
+            return await self._python.course(claim, task, rollout)
         return Reason.OTHER_COURSE if rollout.turns else Course()
 
     async def _found(self, claim: Claim) -> Task | Reason:

@@ -14,7 +14,7 @@ MOST_BEHIND = 1024
 """Frames of arrears that an exchange reads. One further behind skips to the newest half: old offers are worth little,
 and a large swarm sends more than a node can read."""
 MAX_ATTACHMENT_BYTES = 256 * 1024
-"""Bytes of one attachment: a task package, or an image."""
+"""Bytes of one attachment, such as an image."""
 KEPT_PER_AUTHOR = 128
 """Frames of one author and kind; a flooding author pushes out only its own."""
 

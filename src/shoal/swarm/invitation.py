@@ -1,4 +1,4 @@
-"""An invitation is the line with which another node joins: address, key, and the tasks that the swarm shares."""
+"""An invitation is the line with which another node joins: address, key, and the data sets that the swarm shares."""
 
 import json
 import os
@@ -12,28 +12,24 @@ from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.interfaces import Environment
 from shoal.swarm.options import CREDENTIALS
-from shoal.swarm.task_package import TaskPackage, package_of
 from shoal.tasks.procedural_client import ReasoningGymService
-from shoal.tasks.sdk import Definition
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Address, key and tasks of a swarm."""
+    """Address, key and data sets of a swarm."""
 
     servers: tuple[str, ...]
     """URLs, with the token if there is one."""
     name: str
     datasets: tuple[str, ...]
-    packages: tuple[str, ...]
-    """References of task packages, as `swarm.packages` lists them."""
     credentials: str = ""
     """File with the seed of the guest's nkey; empty where a token is the key, or none is needed."""
 
     @property
     def line(self) -> str:
         """The command of a node that joins; `RUN.toml` is its own configuration."""
-        settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets, "packages": self.packages}
+        settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets}
         words = [f"--swarm.{name}={shlex.quote(json.dumps(value))}" for name, value in settings.items() if value]
         before = f"{CREDENTIALS}={shlex.quote(self.credentials)} " if self.credentials else ""
         return " ".join([f"{before}shoal train RUN.toml", "--swarm.external_groups=4", *words])
@@ -45,13 +41,7 @@ def invitation(config: Config, services: Sequence[Environment], token: str, cred
         raise ConfigError("swarm.servers: expected the address at which guests reach the swarm, got none")
     servers = tuple(_with_token(url, token) for url in config.swarm.servers)
     datasets = tuple(one.spec.dataset for one in services if isinstance(one, ReasoningGymService))
-    packages = tuple(one.reference for one in packages_of(services))
-    return Invitation(servers, config.swarm.name, datasets, packages, credentials)
-
-
-def packages_of(services: Sequence[Environment]) -> list[TaskPackage]:
-    """The packages of the tasks of the Python SDK. Raises `TaskError` for a task that cannot be packed."""
-    return [package_of(one) for one in services if isinstance(one, Definition)]
+    return Invitation(servers, config.swarm.name, datasets, credentials)
 
 
 def guest_key(path: Path) -> str:

@@ -61,8 +61,8 @@ class Claim:
     receipt: Receipt | None = None
     libraries: str = ""
     """Releases besides reasoning-gym's that may have changed the question."""
-    package: Digest = ""
-    """SHA-256 of the task package that drew the question; empty for tasks of other kinds."""
+    source: Digest = ""
+    """SHA-256 of the Python task that drew the question; empty for tasks of other kinds."""
     checker: Annotated[str, Meta(max_length=MAX_CHECKER_CHARACTERS)] = ""
     """JSON object of checker and unit tests, for a question without a receipt; empty for tasks of other kinds."""
     modality: Name = TEXT
@@ -191,9 +191,9 @@ def is_portable(rollout: Rollout, prompt_messages: int, *, conversations: bool =
 def offer_of(group: Group, claim: Claim, model: str, made_s: float, *, thoughts: bool = True) -> Offer:
     """Builds the offer of an own group, without its `thoughts` if so asked.
 
-    Only the claim of a task package has conversations. Raises `ValueError` when none of the rollouts is portable.
+    Only the claim of a Python task has conversations. Raises `ValueError` when none of the rollouts is portable.
     """
-    prompt, conversations = len(group.task.messages), bool(claim.package)
+    prompt, conversations = len(group.task.messages), bool(claim.source)
     portable = [one for one in group.rollouts if is_portable(one, prompt, conversations=conversations)]
     offered = [_offered(rollout, prompt, thoughts) for rollout in portable[:MAX_ROLLOUTS]]
     return Offer(claim, tuple(offered), GeneratorKind.TRAINING, model_name(model), made_s)

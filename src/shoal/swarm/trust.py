@@ -68,7 +68,7 @@ class Reason(StrEnum):
     """The question is one that this node evaluates with."""
     OTHER_MODALITY = "of no modality that this node reads"
     NOT_SENT = "attachment not sent"
-    """Nobody sends an accepted task package or an attachment, or it has another hash or type."""
+    """Nobody sends an attachment, or it has another hash or type."""
     OTHER_COURSE = "the environment goes on otherwise"
     """The conversation is not the one that its environment has with these answers."""
     NOT_DRAWN = "receipt gives no question"

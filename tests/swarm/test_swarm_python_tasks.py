@@ -1,4 +1,4 @@
-"""Conversations and tasks of the Python SDK travel by the digest of their package, and are played again."""
+"""Conversations and tasks of the Python SDK are taken by nodes that have the task, and played again."""
 
 import asyncio
 import json
@@ -9,22 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-import pytest
-
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.environments.calculator import calculator
 from shoal.environments.guess_number import guess_number
-from shoal.errors import ConfigError, WireError
 from shoal.net.identity import Identity
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
-from shoal.swarm.package_tasks import PackageTasks
 from shoal.swarm.peer import Joined
-from shoal.swarm.task_package import TaskPackage, package_of, sealed, unsealed
+from shoal.swarm.python_tasks import OwnTask, PythonTasks, own_task
 from shoal.swarm.trust import Reason
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.trainer.advantage import rows
@@ -90,12 +86,10 @@ async def guessed(game: Definition, index: int = 0) -> Group:
 
 
 @asynccontextmanager
-async def own_tasks(
-    hub: MemorySwarm, services: Sequence[Definition], folder: Path, **settings: object
-) -> AsyncIterator[OwnTasks]:
+async def own_tasks(services: Sequence[Definition], **settings: object) -> AsyncIterator[OwnTasks]:
     bounds = SwarmConfig.model_validate(settings)
-    async with PackageTasks(services, bounds, folder, hub.join(), Identity.fresh()) as packages:
-        own = OwnTasks(services, bounds, packages)
+    async with PythonTasks(services, bounds) as python:
+        own = OwnTasks(services, bounds, python)
         yield own
         own.close()
 
@@ -111,20 +105,16 @@ class Nobody:
         raise AssertionError("the environment scores")
 
 
-@pytest.mark.parametrize("taker_has_the_task", [True, False])
-def test_a_conversation_is_played_again_by_a_node_that_takes_its_package(
-    tmp_path: Path, taker_has_the_task: bool
-) -> None:
+def test_a_conversation_is_played_again_by_a_node_that_has_its_task_by_any_name(tmp_path: Path) -> None:
     game = replace(guess_number, name="mine", seed=3)
-    theirs = [replace(guess_number, name="theirs")] if taker_has_the_task else []
-    accepted = [] if taker_has_the_task else [package_of(game).reference]
+    theirs = [replace(guess_number, name="theirs")]
     renderer = renderer_of(ANSWERING["qwen3"])
 
     async def main() -> None:
         hub = MemorySwarm()
         async with (
-            own_tasks(hub, [game], tmp_path / "a") as author_tasks,
-            own_tasks(hub, theirs, tmp_path / "b", packages=accepted) as taker_tasks,
+            own_tasks([game]) as author_tasks,
+            own_tasks(theirs) as taker_tasks,
         ):
             author, taker = (
                 Node(Joined(hub.join(), own, Identity.fresh(), tmp_path / name, CONFIG), Nobody(), renderer, 2048)
@@ -139,7 +129,7 @@ def test_a_conversation_is_played_again_by_a_node_that_takes_its_package(
             for one in running:
                 one.cancel()
             await asyncio.gather(*running, return_exceptions=True)
-        assert taken.task.service == ("theirs" if taker_has_the_task else "guess_number")
+        assert taken.task.service == "theirs"
         assert [rollout.reward.value for rollout in taken.rollouts] == [1.0, 0.0]
         for mine, own in zip(group.rollouts, taken.rollouts, strict=True):
             assert own.messages == mine.messages
@@ -166,10 +156,10 @@ def turned(offer: Offer, rollout: int, place: int, **changes: object) -> Offered
     return replace(one, turns=tuple(turns))
 
 
-def test_a_conversation_that_its_environment_would_not_have_is_refused(tmp_path: Path) -> None:
+def test_a_conversation_that_its_environment_would_not_have_is_refused() -> None:
     async def main() -> None:
-        hub, game = MemorySwarm(), replace(guess_number, seed=5)
-        async with own_tasks(hub, [game], tmp_path) as own:
+        game = replace(guess_number, seed=5)
+        async with own_tasks([game]) as own:
             group = await guessed(game)
             claim = await own.claim(group.task)
             offer = offer_of(group, claim, "m", 1.0)
@@ -192,10 +182,9 @@ def test_a_conversation_that_its_environment_would_not_have_is_refused(tmp_path:
                 (replace(claim, truth="99"), Reason.WRONG_TRUTH),
                 (replace(claim, question="?"), Reason.WRONG_QUESTION),
                 (replace(claim, receipt=None), Reason.UNKNOWN_TASK),
-                (replace(claim, package="0" * 64), Reason.UNKNOWN_TASK),
-                (with_config(claim, '{"size": 1000}'), Reason.NOT_DRAWN),
-                (with_config(claim, "[" * 4000), Reason.NOT_DRAWN),
-                (with_config(claim, "{" + " " * 5000 + "}"), Reason.UNKNOWN_TASK),
+                (replace(claim, source="0" * 64), Reason.UNKNOWN_TASK),
+                (with_config(claim, '{"size": 1000}'), Reason.UNKNOWN_TASK),
+                (with_config(claim, "[" * 4000), Reason.UNKNOWN_TASK),
             ):
                 assert await own.task(lie) is reason, lie
             held_out = await own.claim(game.draw(Split.EVAL, 0))
@@ -215,7 +204,7 @@ def test_tool_calls_travel_as_messages_and_are_written_as_the_taker_s_template_d
 
     async def main() -> None:
         hub = MemorySwarm()
-        async with own_tasks(hub, [calculator], tmp_path) as own:
+        async with own_tasks([calculator]) as own:
             task = calculator.draw(Split.TRAIN, 0)
             call = ToolCall("call_1", "calculator", json.dumps({"expression": task.messages[-1].content[8:13]}))
             right = await played(calculator, task, [said("", call), said(task.answer or "")], "0")
@@ -244,12 +233,11 @@ def test_tool_calls_travel_as_messages_and_are_written_as_the_taker_s_template_d
     asyncio.run(main())
 
 
-def package(tmp_path: Path, body: str, name: str = "odd") -> tuple[Definition, TaskPackage]:
+def written(tmp_path: Path, body: str, name: str = "odd") -> OwnTask:
     """A task in a file of its own."""
     file = tmp_path / f"{name}.py"
     file.write_text("from shoal.tasks.sdk import Question, task\n" + textwrap.dedent(body))
-    found = definition_at(f"{file}:{name}")
-    return found, package_of(found)
+    return own_task(definition_at(f"{file}:{name}"))
 
 
 SUMS = """
@@ -264,52 +252,37 @@ SUMS = """
 """
 
 
-def test_a_package_is_accepted_by_name_and_digest_only(tmp_path: Path) -> None:
-    mine, made = package(tmp_path, SUMS)
-    assert made.name == "odd"
-    again = package_of(definition_at(f"{tmp_path / 'odd.py'}:odd"))
-    assert again.digest == made.digest
-    data = sealed(made, Identity.fresh())
-    assert unsealed(data)[0] == made
-    for forged in (data[:-1], data[:10] + b"x" + data[11:], data.replace(b"a + b", b"a - b"), b"", b"\x01"):
-        with pytest.raises(WireError):
-            unsealed(forged)
-    with pytest.raises(ConfigError, match="NAME@DIGEST"):
-        PackageTasks([], SwarmConfig(packages=["odd"]))
+def test_a_task_is_taken_by_nodes_with_the_same_name_and_source_only(tmp_path: Path) -> None:
+    names = ("author", "same", "other_source", "other_name")
+    folders = [tmp_path / name for name in names]
+    for folder in folders:
+        folder.mkdir()
+    bodies = (SUMS, SUMS, SUMS.replace("100", "99"), SUMS.replace('@task("odd")', '@task("even")'))
+    author, same, *others = (written(folder, body) for folder, body in zip(folders, bodies, strict=True))
+    assert author.digest == same.digest
 
     async def main() -> None:
-        hub = MemorySwarm()
-        async with own_tasks(hub, [mine], tmp_path / "a") as author:
-            claim = await author.claim(mine.draw(Split.TRAIN, 0))
-        sent = hub.attachments[made.digest]
-        for listed, kept, expected in (
-            ([], sent, Reason.UNKNOWN_TASK),
-            ([f"odd@{'0' * 64}"], sent, Reason.UNKNOWN_TASK),
-            ([f"even@{made.digest}"], sent, Reason.NOT_SENT),
-            ([made.reference], None, Reason.NOT_SENT),
-            ([made.reference], sealed(replace(made, name="other"), Identity.fresh()), Reason.NOT_SENT),
-            ([made.reference], b"\x00" * 100, Reason.NOT_SENT),
-        ):
-            hub.attachments = {} if kept is None else {made.digest: kept}
-            async with own_tasks(hub, [], tmp_path / "b", packages=listed) as taker:
-                assert await taker.task(claim) is expected, listed
-        hub.attachments = {made.digest: sent}
-        async with own_tasks(hub, [], tmp_path / "b", packages=[made.reference]) as taker:
+        async with own_tasks([author.task]) as own:
+            claim = await own.claim(author.task.draw(Split.TRAIN, 0))
+        for other in others:
+            assert other.digest != author.digest
+            async with own_tasks([other.task]) as taker:
+                assert await taker.task(claim) is Reason.UNKNOWN_TASK
+        async with own_tasks([]) as taker:
+            assert await taker.task(claim) is Reason.UNKNOWN_TASK
+        async with own_tasks([same.task]) as taker:
             task = await taker.task(claim)
             assert isinstance(task, Task)
             right = await taker.course(claim, task, OfferedRollout(f" {task.answer}"))
             assert isinstance(right, Course)
             assert right.reward == Reward(1.0)
-        hub.attachments = {}
-        async with own_tasks(hub, [], tmp_path / "b", packages=[made.reference]) as taker:
-            assert isinstance(await taker.task(claim), Task)  # it was kept
 
     asyncio.run(main())
 
 
-def test_the_code_of_a_package_gets_nothing_of_this_machine(tmp_path: Path) -> None:
+def test_the_code_that_reads_peers_text_gets_nothing_of_this_machine(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
-    evil, _ = package(
+    evil = written(
         tmp_path,
         f"""
         def attempts():
@@ -351,10 +324,10 @@ def test_the_code_of_a_package_gets_nothing_of_this_machine(tmp_path: Path) -> N
                         pass
                 return float(worked)
         """,
-    )
+    ).task
 
     async def main() -> None:
-        async with own_tasks(MemorySwarm(), [evil], tmp_path / "a", draw_s=2.0) as own:
+        async with own_tasks([evil], draw_s=2.0) as own:
             claim = await own.claim(evil.draw(Split.TRAIN, 0))
             task = await own.task(claim)
             assert isinstance(task, Task)

@@ -1,4 +1,4 @@
-"""Runs the code of a task package in a sandbox: `python -m shoal.swarm.package_worker --fd N`. It may be killed.
+"""Runs the code of an own task in a sandbox: `python -m shoal.swarm.python_worker --fd N`. It may be killed.
 
 It draws questions, plays a conversation again with the answers of a peer, scores, and reads attachments. It has no
 network, no files but its libraries, no processes and no threads: plain methods of an author run on the one thread.
@@ -7,13 +7,12 @@ network, no files but its libraries, no processes and no threads: plain methods 
 import asyncio
 import dataclasses
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import ModuleType
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
@@ -23,7 +22,6 @@ from shoal.net.process import from_parent, send_frame, serve
 from shoal.plugins import described
 from shoal.sandbox.confinement import confine
 from shoal.swarm.offer import AskedFor, Course
-from shoal.swarm.task_package import TaskPackage
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, Question
 from shoal.types import Message, Reward, Role, Task
 
@@ -38,20 +36,21 @@ class OtherCourse(Exception):
     """The environment asks for more answers than the conversation has."""
 
 
-class LoadPackage(msgspec.Struct, tag="load"):
-    """Imports a package; the first request. `params` are settings of the task as JSON, `rewrite` is this node's."""
+class TaskSource(msgspec.Struct, frozen=True):
+    """Source of a task: the name that its author gave it, its module's name, its name there, and the module's text."""
 
-    package: TaskPackage
-    params: str
+    name: str
+    module: str
+    entry: str
+    text: str
+
+
+class LoadTask(msgspec.Struct, tag="load"):
+    """Runs the source of a task; the first request. `settings` are the task's as JSON."""
+
+    source: TaskSource
+    settings: str
     rewrite: tuple[tuple[str, str], ...]
-
-
-class Loaded(msgspec.Struct):
-    """Abilities of the loaded task."""
-
-    converses: bool
-    scores: bool
-    eval_share: float
 
 
 class DrawSeed(msgspec.Struct, tag="draw"):
@@ -82,7 +81,7 @@ class ReadAttachments(msgspec.Struct, tag="read"):
 
 
 class QuestionReply(msgspec.Struct):
-    """A question of the package, with its values as JSON."""
+    """A question of the task, with its values as JSON."""
 
     text: str
     answer: str | None
@@ -98,41 +97,12 @@ class QuestionReply(msgspec.Struct):
         return Question(self.text, self.answer, values["scorer"], self.system, values["info"], None, self.split_by)
 
 
-class PackageReply(msgspec.Struct):
+class TaskReply(msgspec.Struct):
     """The result of a request, or an error."""
 
     value: msgspec.Raw = msgspec.Raw(b"\xc0")
     error: str = ""
     other_course: bool = False
-
-
-class _Modules(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds the modules of a package before those of this machine."""
-
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self._modules = modules
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Specification of a module of the package; None for any other."""
-        if fullname not in self._modules:
-            return None
-        return importlib.machinery.ModuleSpec(fullname, self, origin=f"{fullname}.py")
-
-    def get_source(self, fullname: str) -> str:
-        """Source of a module."""
-        return self._modules[fullname]
-
-
-class _Parents(importlib.abc.MetaPathFinder):
-    """Finds the folders above a package's modules that this machine has not."""
-
-    def __init__(self, modules: Mapping[str, str]) -> None:
-        self._modules = modules
-
-    def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        """Specification of an empty folder above a module; None for any other name."""
-        above = any(name.startswith(f"{fullname}.") for name in self._modules)
-        return importlib.machinery.ModuleSpec(fullname, None, is_package=True) if above else None
 
 
 class _Inline(ThreadPoolExecutor):
@@ -176,7 +146,7 @@ class _Replay:
         raise EnvironmentFailed("a conversation that is played again has no server")
 
 
-class PackageHost:
+class TaskHost:
     """The loaded task, and the event loop on which it runs."""
 
     def __init__(self) -> None:
@@ -185,20 +155,21 @@ class PackageHost:
         self._task: Definition | None = None
 
     def reply(self, frame: bytes) -> bytes:
-        """The reply to a request. An exception of the package's code is an error."""
-        requests: Any = LoadPackage | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
+        """The reply to a request. An exception of the task's code is an error."""
+        requests: Any = LoadTask | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
         try:
             value = self._value(wire.decode(frame, requests))
-            return wire.encode(PackageReply(msgspec.Raw(msgspec.msgpack.encode(value))))
+            return wire.encode(TaskReply(msgspec.Raw(msgspec.msgpack.encode(value))))
         except OtherCourse:
-            return wire.encode(PackageReply(error="the environment asks for more answers", other_course=True))
-        except (Exception, SystemExit) as error:  # a package's code raises what it will
-            return wire.encode(PackageReply(error=described(error) or type(error).__name__))
+            return wire.encode(TaskReply(error="the environment asks for more answers", other_course=True))
+        except (Exception, SystemExit) as error:  # an author's code raises what it will
+            return wire.encode(TaskReply(error=described(error) or type(error).__name__))
 
-    def _value(self, request: LoadPackage | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments) -> object:
-        if isinstance(request, LoadPackage):
-            return self._load(request)
-        assert self._task is not None, "a package is loaded first"
+    def _value(self, request: LoadTask | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments) -> object:
+        if isinstance(request, LoadTask):
+            self._load(request)
+            return True
+        assert self._task is not None, "a task is loaded first"
         if isinstance(request, DrawSeed):
             return _replied(self._task.question_of(request.seed))
         if isinstance(request, ReadAttachments):
@@ -207,18 +178,18 @@ class PackageHost:
             return self._loop.run_until_complete(self._played(self._task, request))
         return self._loop.run_until_complete(self._task.score(request.task, [request.answer]))[0]
 
-    def _load(self, request: LoadPackage) -> Loaded:
-        sys.meta_path.insert(0, _Modules(request.package.modules))
-        sys.meta_path.append(_Parents(request.package.modules))
-        module, _, name = request.package.entry.partition(":")
-        found = getattr(importlib.import_module(module), name)
-        found = found() if not isinstance(found, Definition) and callable(found) else found
-        if any(TOOLS in source for source in request.package.modules.values()):
+    def _load(self, request: LoadTask) -> None:
+        source = request.source
+        module = ModuleType(source.module)  # the sandbox has not the author's files
+        module.__package__ = source.module.rpartition(".")[0]
+        sys.modules[source.module] = module
+        exec(compile(source.text, f"{source.module}.py", "exec"), module.__dict__)  # this node's own code
+        if TOOLS in source.text:
             importlib.import_module(SCHEMAS)  # takes longer than a conversation may
+        found = getattr(module, source.entry)
         if not isinstance(found, Definition):
             raise TypeError(f"expected a task of shoal.tasks.sdk, got {type(found).__name__}")
-        self._task = dataclasses.replace(found, rewrite=request.rewrite).given(json.loads(request.params))
-        return Loaded(self._task.converses, self._task.scores, self._task.eval_share)
+        self._task = dataclasses.replace(found, rewrite=request.rewrite).given(json.loads(request.settings))
 
     async def _played(self, task: Definition, request: PlayAgain) -> Course:
         model = _Replay(request.answers)
@@ -245,7 +216,7 @@ def _replied(one: Question) -> QuestionReply:
 def main() -> None:
     """Entry point of the process."""
     connection, arguments = from_parent()
-    host = PackageHost()
+    host = TaskHost()
     confine(boxed="--boxed" in arguments, sets_variables=True)
     os.environ |= ONE_THREAD
     sys.modules["torch"] = None  # type: ignore[assignment]  # it could not be loaded; libraries do without it

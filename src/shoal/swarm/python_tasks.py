@@ -1,0 +1,268 @@
+"""Tasks of the Python SDK in a swarm: a node takes peers' answers to those that it has, by name, digest and settings.
+
+Nodes with the same source and settings share a task; the digest is the SHA-256 of its name and source. A peer chooses
+nothing but a seed. A task's code reads peers' text, so it draws, plays and scores in a sandbox (`python_worker`).
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeAlias, TypeVar
+
+import msgspec
+
+from shoal import wire
+from shoal.checker import is_confined, task_spec
+from shoal.config import SwarmConfig
+from shoal.errors import ChildDied, SandboxUnavailable, TaskError, WireError
+from shoal.plugins import described
+from shoal.sandbox.boxed_child import BoxedChild
+from shoal.sandbox.program import Backend
+from shoal.sandbox.runner import strongest
+from shoal.swarm.offer import Claim, Course, OfferedRollout
+from shoal.swarm.python_worker import (
+    DrawSeed,
+    LoadTask,
+    PlayAgain,
+    QuestionReply,
+    ReadAttachments,
+    ScoreAnswer,
+    TaskReply,
+    TaskSource,
+)
+from shoal.swarm.trust import Reason
+from shoal.tasks.holdout import split_of
+from shoal.tasks.procedural_client import libraries
+from shoal.tasks.sdk import Definition, Question
+from shoal.types import Message, Receipt, Reward, RewardStatus, Role, Split, Task
+
+WORKER = "shoal.swarm.python_worker"
+START_TIMEOUT_S = 60.0
+MOST_REPLY_BYTES = 4 << 20
+MOST_WORKERS = 4
+"""Sandboxes at once; the least recently used one ends."""
+_OWN_FILE = "shoal_own_"
+T = TypeVar("T")
+Request: TypeAlias = DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
+
+
+class _OtherCourse(TaskError):
+    """The environment goes on otherwise than the conversation."""
+
+
+class _Sandbox(BoxedChild):
+    """A running worker."""
+
+    most_frame_bytes = MOST_REPLY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTask:
+    """An own task with its source and its settings as JSON."""
+
+    task: Definition
+    source: TaskSource
+    settings: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of name and source in hexadecimal digits: equal for nodes that have the same task."""
+        return hashlib.sha256(wire.encode((self.source.name, self.source.text))).hexdigest()
+
+
+class PythonTasks:
+    """Own tasks of the Python SDK. Use as an async context manager. One event loop."""
+
+    def __init__(self, services: Iterable[object], bounds: SwarmConfig) -> None:
+        self._bounds = bounds
+        self._of_service: dict[str, OwnTask] = {}
+        for service in services:
+            if isinstance(service, Definition):
+                with contextlib.suppress(TaskError):  # such a task is not shared
+                    self._of_service[service.name] = own_task(service)
+        self._of_claim = {(one.digest, one.settings): one for one in self._of_service.values()}
+        self._running: OrderedDict[str, _Sandbox] = OrderedDict()
+        self._turn = asyncio.Lock()
+        self._backend: Backend | None = None
+
+    async def __aenter__(self) -> Self:
+        """Finds the sandbox of this machine."""
+        with contextlib.suppress(SandboxUnavailable):
+            self._backend = await asyncio.to_thread(strongest)
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        """Ends the sandboxes."""
+        for name in list(self._running):
+            await self._end(name)
+
+    def __contains__(self, service: str) -> bool:
+        """Whether a service is a task of the Python SDK that can be shared."""
+        return service in self._of_service
+
+    async def claim(self, task: Task) -> Claim:
+        """Builds the claim of an own task. Raises `TaskError`."""
+        own = self._of_service[task.service]
+        _, split, index = task.id.rsplit("/", 2)
+        if split not in [one.value for one in Split] or not index.isdecimal():
+            raise TaskError(f"{task.id}: expected NAME/SPLIT/INDEX, as tasks of the SDK are called")
+        try:
+            seed, question = await asyncio.to_thread(own.task.origin, Split(split), int(index))
+        except Exception as error:  # the author's code raises what it will
+            raise TaskError(f"{task.id}: {described(error)}") from error
+        receipt = Receipt(own.source.name, own.digest, own.settings, seed, 0)
+        return Claim(own.task.name, question.text, question.answer, receipt, libraries(), own.digest)
+
+    async def task(self, claim: Claim) -> Task | Reason:
+        """Finds the training task of a claim by drawing its seed again."""
+        own = self._claimed(claim)
+        if own is None or claim.receipt is None:
+            return Reason.UNKNOWN_TASK
+        try:
+            question = (await self._ask(own, DrawSeed(claim.receipt.seed), QuestionReply)).question
+            task = own.task.task_of(question, f"{claim.receipt.dataset}/{claim.receipt.seed}")
+        except TimeoutError:
+            return Reason.TIMED_OUT
+        except (TaskError, ChildDied, ValueError, KeyError):
+            return Reason.NOT_DRAWN
+        if len(question.text) + len(question.answer or "") > self._bounds.draw_characters:
+            return Reason.OUT_OF_BOUNDS
+        if (question.text, question.answer) != (claim.question, claim.truth):
+            if claim.libraries != libraries():
+                return Reason.OTHER_LIBRARIES
+            return Reason.WRONG_TRUTH if question.text == claim.question else Reason.WRONG_QUESTION
+        if split_of(own.task.split_text(question), own.task.eval_share) is Split.EVAL:
+            return Reason.HELD_OUT
+        if not (own.task.converses or own.task.scores) and not is_confined(task_spec(task)):
+            return Reason.UNKNOWN_TASK
+        return task
+
+    async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
+        """Plays an offered rollout again. Its requests must be the messages of the offer."""
+        own = self._claimed(claim)
+        assert own is not None, "the task came of it"
+        if not (rollout.turns or own.task.converses or own.task.scores):
+            return Course()
+        sampled = [turn.message for turn in rollout.turns if turn.sampled]
+        answers = tuple(sampled) if rollout.turns else (Message(Role.ASSISTANT, rollout.text),)
+        try:
+            course = await self._ask(own, PlayAgain(task, answers), Course)
+            if course.reward is None and own.task.scores:
+                course = replace(course, reward=await self._ask(own, ScoreAnswer(task, course.answer or ""), Reward))
+        except TimeoutError:
+            return Reason.TIMED_OUT
+        except _OtherCourse:
+            return Reason.OTHER_COURSE
+        except (TaskError, ChildDied):
+            return Reason.UNSCORED
+        if course.reward is not None and course.reward.status is not RewardStatus.SCORED:
+            return Reason.UNSCORED
+        said = [turn.message for turn in rollout.turns] if rollout.turns else list(answers)
+        return course if _asked_as_said(task, said, rollout, course) else Reason.OTHER_COURSE
+
+    async def read(self, service: str, question: str, attachments: Sequence[bytes]) -> Question | Reason:
+        """Has the reader of an own task make its question of a peer's, in the sandbox."""
+        own = self._of_service.get(service)
+        if own is None:
+            return Reason.UNKNOWN_TASK
+        try:
+            return (await self._ask(own, ReadAttachments(question, tuple(attachments)), QuestionReply)).question
+        except TimeoutError:
+            return Reason.TIMED_OUT
+        except (TaskError, ChildDied, ValueError, KeyError):
+            return Reason.UNREADABLE
+
+    def _claimed(self, claim: Claim) -> OwnTask | None:
+        """The own task of a claim; None where source or settings are others."""
+        return None if claim.receipt is None else self._of_claim.get((claim.source, claim.receipt.config))
+
+    async def _sandbox(self, own: OwnTask) -> _Sandbox:
+        name = own.task.name
+        if name not in self._running:
+            while len(self._running) >= MOST_WORKERS:
+                await self._end(next(iter(self._running)))
+            child = _Sandbox("task of the Python SDK", WORKER, [], Path(os.devnull), self._backend)
+            await child.__aenter__()
+            try:
+                await child.ready(START_TIMEOUT_S)
+                load = wire.encode(LoadTask(own.source, own.settings, tuple(own.task.rewrite)))
+                _value(await child.ask(load, START_TIMEOUT_S), bool)
+            except BaseException:
+                child.kill()
+                await child.end()
+                raise
+            self._running[name] = child
+        self._running.move_to_end(name)
+        return self._running[name]
+
+    async def _ask(self, own: OwnTask, request: Request, kind: type[T]) -> T:
+        """A reply of a task's code. Raises `TimeoutError`, `TaskError` or `ChildDied`; a silent sandbox ends."""
+        async with self._turn:
+            child = await self._sandbox(own)
+            try:
+                return _value(await child.ask(wire.encode(request), self._bounds.draw_s), kind)
+            except (TimeoutError, ChildDied, asyncio.CancelledError):
+                await self._end(own.task.name)
+                raise
+
+    async def _end(self, name: str) -> None:
+        child = self._running.pop(name)
+        child.kill()
+        await child.end()
+
+
+def own_task(task: Definition) -> OwnTask:
+    """Finds the source of a task. Raises `TaskError` for a task that is at the top of no file."""
+    if list(inspect.signature(task.author.draw).parameters)[:2] == ["split", "index"]:
+        raise TaskError(f"{task.name}: expected a `draw` from a random generator, so that a seed draws it again")
+    module = inspect.getmodule(task.source)
+    file = getattr(module, "__file__", None)
+    if module is None or file is None or module.__name__ == "__main__":
+        raise TaskError(f"{task.name}: expected a task in a file of its own, so that peers can be compared with it")
+    found = ((name, one) for name, one in vars(module).items() if isinstance(one, Definition))
+    entry, original = next(((name, one) for name, one in found if one.source is task.source), ("", task))
+    if not entry:
+        raise TaskError(f"{task.name}: expected the task at the top of {file}, found none there")
+    own_name = Path(file).stem if module.__name__.startswith(_OWN_FILE) else module.__name__
+    source = TaskSource(original.name, own_name, entry, Path(file).read_text(encoding="utf-8"))
+    return OwnTask(task, source, _settings(task))
+
+
+def _asked_as_said(task: Task, said: Sequence[Message], rollout: OfferedRollout, course: Course) -> bool:
+    """Tells whether each request was the question and the messages before the answer that followed."""
+    if not rollout.turns:
+        return all(asked.messages == task.messages for asked in course.asked)
+    places = [place for place, turn in enumerate(rollout.turns) if turn.sampled]
+    if len(places) != len(course.asked) or places[-1] != len(said) - 1:
+        return False
+    return all(
+        asked.messages == (*task.messages, *said[:place]) for asked, place in zip(course.asked, places, strict=True)
+    )
+
+
+def _settings(task: Definition) -> str:
+    """Settings of an author that has fields, as JSON."""
+    try:
+        fields = msgspec.to_builtins(task.author)
+    except TypeError:  # a plain class
+        return "{}"
+    return json.dumps(fields if isinstance(fields, dict) else {}, sort_keys=True)
+
+
+def _value(frame: bytes, kind: type[T]) -> T:
+    try:
+        reply = wire.decode(frame, TaskReply, MOST_REPLY_BYTES)
+        if reply.error:
+            raise _OtherCourse(reply.error) if reply.other_course else TaskError(reply.error[:500])
+        decoder: Any = msgspec.msgpack.decode
+        return decoder(reply.value, type=kind)  # type: ignore[no-any-return]
+    except (WireError, msgspec.MsgspecError, ValueError) as error:
+        raise TaskError(f"task of the Python SDK: {error}") from error
