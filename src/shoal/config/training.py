@@ -190,11 +190,13 @@ class TrainConfig(Section):
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     lr_schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Fall of the rate from then to the last of steps * minibatches updates."
+        "constant", description="Fall of the rate from then to the end of steps * minibatches updates."
     )
-    lr_end: float = Field(0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends.")
+    lr_end: float = Field(
+        0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends, after the last update."
+    )
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's moving averages.")
-    weight_decay: float = Field(0.0, ge=0, le=1, description="Weight decay of AdamW; 0 is Adam.")
+    weight_decay: float = Field(0.0, ge=0, lt=1, description="Weight decay of AdamW; 0 is Adam.")
     max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
     rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")

@@ -30,7 +30,8 @@ class PackedRows:
 
     Attention runs on whole paths, padded to the longest of their bucket. Padding and shared beginnings thus cost
     attention only: no linear layer computes padding, or a shared token twice. Padding needs no mask, because it follows
-    every real token of its path. Where attention is by hand, queries of a shared beginning are computed once, too.
+    every real token of its path. It is the path's own last node, so that a number that is not finite stays in its row.
+    Where attention is by hand, queries of a shared beginning are computed once, too.
     """
 
     def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
@@ -55,7 +56,7 @@ class PackedRows:
                 path = tree.paths[row]
                 own = slice(path.nodes[path.shared], path.nodes[-1] + 1)
                 inverse_T[own] = torch.arange(outs + path.shared - skipped, outs + lengths[row] - skipped)
-                index += [*path.nodes, *(0,) * (padded - lengths[row])]
+                index += [*path.nodes, *path.nodes[-1:] * (padded - lengths[row])]
                 outs += padded - skipped
             positions += len(index)
             self._buckets.append((padded, torch.tensor(index).to(device), skipped))

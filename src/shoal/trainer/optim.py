@@ -15,6 +15,7 @@ from shoal.trainer.ranks import copies, is_sharded, like, local, norm, whole
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 BLOCK: Final = 1 << 16
 """Numbers of a parameter handled together, so that what is made of them stays in a core's own cache."""
+LARGEST: Final = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +28,18 @@ class Update:
     update_norm: float
     """Norm of the change of the weights."""
     taken: bool
-    """Whether the update was taken; an infinite or NaN gradient leaves weights, moments and schedule unchanged."""
+    """Whether the update was taken; an infinite or NaN gradient leaves weights, moments and schedule unchanged.
+
+    The bounds of the settings keep weights and moments finite after every other one.
+    """
 
 
 def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> float:
     """Learning rate of update `update` (from 0), which is number `since_reset` after the last reset (None: no reset).
 
-    The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says until the last of
-    steps * minibatches updates. After each reset it rises again over `rewarm_updates`, because Adam's first step after
-    a reset is lr * sign(gradient), whatever the gradient's size.
+    The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says. It is at `lr_end`
+    after the last of steps * minibatches updates, so that none is taken at a rate of 0. After each reset it rises again
+    over `rewarm_updates`, because Adam's first step after a reset is lr * sign(gradient), whatever the gradient's size.
 
     >>> config = TrainConfig(lr=1.0, warmup_steps=4, rewarm_updates=2)
     >>> [learning_rate(config, k, None) for k in range(5)]
@@ -67,6 +71,10 @@ def _share_of_peak(config: TrainConfig, update: int) -> float:
     return config.lr_end + (1 - config.lr_end) * left
 
 
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.ndim >= 2 and not name.endswith("bias")
+
+
 class Optimizer:
     """AdamW over the trainable parameters of a model; its moments may stay in main memory between updates.
 
@@ -81,10 +89,11 @@ class Optimizer:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._named = trained | dict(critic or {})
         # Norms and biases are not decayed: pulling a norm's scale to zero is no regularisation.
+        # Biases of experts are matrices, too: [expert, output].
         groups = [
-            {"params": [p for p in part if (p.ndim >= 2) is matrices], "weight_decay": decay, "peak": peak}
-            for part, peak in ((trained.values(), config.lr), ((critic or {}).values(), config.critic.lr or config.lr))
-            for matrices, decay in ((True, config.weight_decay), (False, 0.0))
+            {"params": [p for n, p in part.items() if _is_matrix(n, p) is matrices], "weight_decay": w, "peak": peak}
+            for part, peak in ((trained, config.lr), (critic or {}, config.critic.lr or config.lr))
+            for matrices, w in ((True, config.weight_decay), (False, 0.0))
         ]
         self._sharded = any(map(is_sharded, self._named.values()))
         self._copies = max(map(copies, self._named.values()))
@@ -102,7 +111,7 @@ class Optimizer:
         norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
         grad_norm = float(whole(norm))
         lr = learning_rate(self._config, self.updates, self._since_reset)
-        if not torch.isfinite(torch.tensor(grad_norm)):
+        if not math.isfinite(grad_norm):
             self._adam.zero_grad()
             return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
         self._clip(norm, grad_norm)
@@ -122,7 +131,7 @@ class Optimizer:
             nn.utils.clip_grads_with_norm_(self._named.values(), most, norm)
         else:
             # torch.amp's protocol: fused optimizers divide by this attribute.
-            self._adam.grad_scale = torch.full_like(norm, max(1.0, value / most))  # type: ignore[attr-defined]
+            self._adam.grad_scale = torch.full_like(norm, min(max(1.0, value / most), LARGEST))  # type: ignore[attr-defined]
 
     def _step(self) -> float:
         """Takes Adam's step; the norm of the change that it made."""

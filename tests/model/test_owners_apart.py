@@ -1,0 +1,140 @@
+"""Owners share a batch, never a number: what is not finite in one's rows changes no bit of another's."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine_models import saved
+from shoal.model.attention import LONGEST_BY_HAND
+from shoal.model.loading import load_model
+from shoal.model.packed import packed_logprobs, target_logprobs
+from shoal.model.routing import routers_of
+from shoal.model.training_forward import fastest_forward
+from shoal.tinker.adapters import Adapters
+from shoal.tinker.messages import Adapter
+
+KINDS: dict[str, dict[str, object]] = {
+    "Qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "Gemma3Text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4},
+    "Qwen3Moe": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
+    "GptOss": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+POISONS = (math.nan, math.inf, -math.inf, 3e38)
+POISONED = 96
+"""Token that only rows of the other owner have."""
+LENGTHS = st.lists(st.integers(2, 24), min_size=1, max_size=4)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directory of a model of one kind."""
+    settings = {"max_position_embeddings": 2048, **KINDS[request.param]}
+    return saved(request.param, tmp_path_factory.mktemp("model"), **settings)
+
+
+def rows_of(lengths: Sequence[int], seed: int, first: int | None = None) -> list[list[int]]:
+    """Rows of random tokens, of which some begin alike."""
+    generator = torch.Generator().manual_seed(seed)
+    beginning = torch.randint(5, 90, (max(lengths) // 2,), generator=generator).tolist()
+    rows = []
+    for i, length in enumerate(lengths):
+        row = (beginning if i % 2 else []) + torch.randint(5, 90, (length,), generator=generator).tolist()
+        rows.append([*([] if first is None else [first]), *row][:length])
+    return rows
+
+
+def assert_same(model: PreTrainedModel, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """Bits are equal; with experts they round, because the tokens that share a product are others."""
+    bound = 1e-5 if routers_of(model) else 0.0
+    for got, expected in zip(found, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=bound, atol=bound)
+
+
+@settings(max_examples=15)
+@given(own=LENGTHS, other=LENGTHS, poison=st.sampled_from(POISONS), seed=st.integers(0, 99))
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_row_has_the_same_bits_beside_rows_that_are_not_finite(
+    path: Path, by_hand: bool, own: list[int], other: list[int], poison: float, seed: int
+) -> None:
+    model = load_model(path)
+    embedding = model.get_input_embeddings().weight
+    rows = [*rows_of(other, seed, POISONED), *rows_of(own, seed + 1)]
+
+    def logprobs(value: float | None) -> list[Tensor]:
+        with torch.no_grad():
+            if value is not None:
+                embedding[POISONED] = value
+            forward = fastest_forward(model, torch.float32) if by_hand else model
+            packed = packed_logprobs(
+                forward, torch.tensor([token for row in rows for token in row]), [len(row) for row in rows]
+            )
+        return list(torch.split(packed, [len(row) for row in rows]))[len(other) :]
+
+    healthy = logprobs(None)
+    if model.config.tie_word_embeddings:  # its logit is in every sum
+        model.lm_head.weight = nn.Parameter(embedding.detach().clone())
+    broken = logprobs(poison)
+    assert_same(model, broken, healthy)
+
+
+@settings(max_examples=15)
+@given(own=LENGTHS, other=LENGTHS, poison=st.sampled_from(POISONS), seed=st.integers(0, 99), first=st.booleans())
+def test_an_owner_gets_the_same_logprobs_and_gradient_beside_weights_that_are_not_finite(
+    path: Path, own: list[int], other: list[int], poison: float, seed: int, first: bool
+) -> None:
+    """Adapters of two owners on one base model, in either order."""
+    adapters = Adapters(load_model(path))
+    ours, theirs = (1, 2) if first else (2, 1)
+    mine = adapters.add(ours, Adapter(rank=2, seed=seed))
+    broken = adapters.add(theirs, Adapter(rank=2, seed=seed + 1))
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in (*mine.values(), *broken.values()):
+        parameter.data.normal_(std=0.1, generator=generator)
+    rows, owners = [*rows_of(other, seed), *rows_of(own, seed)], [theirs] * len(other) + [ours] * len(own)
+    targets = [torch.tensor([row, row]).t() for row in rows]
+
+    def found(jobs: slice) -> tuple[list[Tensor], list[Tensor]]:
+        logps = target_logprobs(adapters.model, rows[jobs], targets[jobs], apart=owners[jobs], on_nodes=adapters.lay)
+        for parameter in (*mine.values(), *broken.values()):
+            parameter.grad = None
+        torch.stack([logp.sum() for logp in logps]).sum().backward()
+        return [logp.detach() for logp in logps[-len(own) :]], [p.grad for p in mine.values() if p.grad is not None]
+
+    healthy, alone = found(slice(None)), found(slice(len(other), None))
+    for parameter in broken.values():
+        parameter.data.fill_(poison)
+    beside = found(slice(None))
+    assert_same(adapters.model, (*beside[0], *beside[1]), (*healthy[0], *healthy[1]))
+    for got, wanted in zip((*beside[0], *beside[1]), (*alone[0], *alone[1]), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("poison", POISONS)
+def test_rows_too_long_for_attention_by_hand_are_apart_too(path: Path, poison: float) -> None:
+    model = load_model(path)
+    rows = [*rows_of([LONGEST_BY_HAND + 40], 1, POISONED), *rows_of([LONGEST_BY_HAND + 9, LONGEST_BY_HAND - 60], 2)]
+    lengths = [len(row) for row in rows]
+
+    def logprobs() -> Tensor:
+        with torch.no_grad():
+            return packed_logprobs(model, torch.tensor([token for row in rows for token in row]), lengths)[lengths[0] :]
+
+    if model.config.tie_word_embeddings:
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    healthy = logprobs()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISONED] = poison
+    assert_same(model, [logprobs()], [healthy])

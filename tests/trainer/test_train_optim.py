@@ -1,0 +1,75 @@
+"""The optimizer, one update at a time: no number becomes infinite, and only matrices of weights decay."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from transformers import get_linear_schedule_with_warmup
+
+from engine_models import saved
+from shoal.config.training import TrainConfig
+from shoal.model.loading import load_model
+from shoal.trainer.optim import Optimizer, learning_rate
+
+NUMBERS = st.one_of(
+    st.floats(width=32),
+    st.floats(-1, 1, width=32),
+    st.sampled_from([1e19, -3e38, 1e-38, float("inf"), float("nan")]),
+)
+
+
+@given(
+    gradients=st.lists(st.lists(NUMBERS, min_size=4, max_size=4), min_size=1, max_size=6),
+    betas=st.tuples(*[st.sampled_from([0.0, 0.5, 0.9, 0.999, 1 - 2**-53])] * 2),
+    most=st.sampled_from([1e-30, 1.0, 1e9]),
+    decay=st.sampled_from([0.0, 0.999]),
+    rate=st.sampled_from([1e-6, 1.0]),  # of the weights
+    of_head=st.sampled_from([1e-6, 1e9]),
+)
+def test_every_update_leaves_finite_weights_and_moments_or_changes_nothing(
+    gradients: list[list[float]], betas: tuple[float, float], most: float, decay: float, rate: float, of_head: float
+) -> None:
+    weight, head = nn.Linear(2, 2, bias=False), nn.Parameter(torch.zeros(2, 2))
+    section = {"lr": rate, "betas": betas, "max_grad_norm": most, "weight_decay": decay, "critic": {"lr": of_head}}
+    optimizer = Optimizer(weight, TrainConfig.model_validate(section), {"head": head})
+    for gradient in gradients:
+        state = {"weight": weight.weight.detach(), "head": head.detach(), **optimizer.state()}
+        before = {name: one.clone() for name, one in state.items()}
+        weight.weight.grad, head.grad = (torch.tensor(gradient).view(2, 2) for _ in range(2))
+        update = optimizer.update()
+        after = {"weight": weight.weight.detach(), "head": head.detach(), **optimizer.state()}
+        assert all(one.isfinite().all() for one in after.values())
+        if not update.taken:
+            assert all(torch.equal(one, before[name]) for name, one in after.items())
+        elif all(map(abs, gradient)):
+            assert update.lr == rate
+
+
+@given(steps=st.integers(1, 30), warmup=st.integers(0, 20))
+def test_a_linear_fall_is_that_of_transformers_whose_last_update_still_learns(steps: int, warmup: int) -> None:
+    """Its warm-up begins at 0; ours begins one update later in it."""
+    config = TrainConfig(lr=0.5, steps=steps + warmup, warmup_steps=warmup, lr_schedule="linear")
+    rates = [learning_rate(config, update, None) for update in range(warmup, steps + warmup)]
+    theirs = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = get_linear_schedule_with_warmup(theirs, warmup, steps + warmup)
+    wanted = [0.5 * schedule.lr_lambdas[0](update) for update in range(warmup, steps + warmup)]
+    assert rates == pytest.approx(wanted)
+    assert rates[-1] > 0
+
+
+def test_biases_and_norms_are_never_decayed_whatever_their_shape(tmp_path: Path) -> None:
+    """GPT-OSS has biases of experts, [expert, output]."""
+    shape = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = load_model(saved("GptOss", tmp_path, **shape))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = Optimizer(model, TrainConfig(lr=0.5, weight_decay=0.5))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+        parameter.data.add_(1.0)
+    optimizer.update()
+    decayed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name] + 1.0)}
+    assert decayed == {name for name in before if name.endswith(("weight", "_proj", "sinks")) and before[name].ndim > 1}
+    assert any(before[name].ndim > 1 for name in before.keys() - decayed)
