@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,16 +17,34 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder],
-        cwd=ROOT,
+    done = built(ROOT, folder)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def built(root: Path, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """The end of a strict build, as `make site` starts it; with --quiet MkDocs counts no warnings."""
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=root,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    return folder
+
+
+def test_a_link_that_leads_nowhere_ends_the_build(tmp_path: Path) -> None:
+    pages = tmp_path / "docs"
+    pages.mkdir()
+    (pages / "index.md").write_text("[raw data](../benchmarks/nowhere.json)")
+    (tmp_path / "mkdocs.yml").write_text((ROOT / "mkdocs.yml").read_text().partition("nav:")[0])
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "site_pages.py", tmp_path / "tools")
+    (tmp_path / "src").mkdir()
+    done = built(tmp_path, tmp_path / "site")
+    assert done.returncode == 1, done.stderr
+    assert "'benchmarks/nowhere.json', but the target is not found" in done.stderr
 
 
 def test_every_page_of_the_docs_is_reached_from_the_menu(site: Path) -> None:

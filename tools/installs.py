@@ -1,0 +1,266 @@
+"""Walks of a stranger: environments with nothing but what a page names, in which the page's own lines run.
+
+python tools/installs.py [--short] [NAME ...]
+
+The source is cloned into a folder with a space in its name. The README's lines without make install Shoal into an empty
+environment. Each walk then gets a layer over that environment, an empty home and an empty folder. It runs the `sh` blocks of
+its page, line by line, as they are printed. Training is cut to a few steps by further arguments, and nothing else is changed.
+A line that serves is ended by Ctrl-C after it has printed its address. The last line of standard output is a JSON object.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_S = 900.0
+"""Seconds that one line may take."""
+SHORT = "--train.steps=3 --eval.questions=6 --eval.every_steps=0"
+"""Arguments that cut a training run."""
+LONGER = "--train.steps=5"
+"""Takes the place of the number of steps in a line that resumes a run."""
+TRAINS = re.compile(r"^shoal (train|demo)\b(?!.*--dry-run)")
+SERVES = re.compile(r"^shoal (view|serve|swarm serve)\b")
+PIP = re.compile(r"^pip install\b")
+
+
+class Stumble(Exception):
+    """A line that did not do what its page says."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """A page whose lines are run in a layer of the installed environment."""
+
+    name: str
+    page: str
+    """Path in the repository."""
+    starter: str = ""
+    """Kind of the folder that `shoal init` writes first; the page is that folder's README."""
+    in_clone: bool = False
+    """Whether the lines name files of the source checkout."""
+    after: tuple[str, ...] = ()
+    """Lines that the page prints outside of its `sh` blocks."""
+    short: bool = False
+    """Whether the short form has it."""
+
+    def lines(self) -> list[str]:
+        """Printed lines, without comments and continued lines joined."""
+        text = (ROOT / self.page).read_text()
+        for line in self.after:
+            if f"`{line}`" not in text:
+                raise Stumble(f"{self.page} no longer prints `{line}`: mend tools/installs.py")
+        blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        joined = "".join(blocks).replace("\\\n", " ").splitlines()
+        found = [line.partition("  #")[0].strip() for line in joined]
+        return [line for line in [*found, *self.after] if line and not line.startswith("#")]
+
+
+STARTERS = ("first", "data", "reward", "agent", "trl", "verifiers", "swarm")
+WALKS = (
+    Walk("tutorial-first", "docs/tutorial/first-run.md", short=True),
+    Walk("tutorial-data", "docs/tutorial/my-data.md"),
+    Walk("tutorial-reward", "docs/tutorial/my-reward.md"),
+    Walk("tutorial-agent", "docs/tutorial/my-agent.md", short=True),
+    Walk("tutorial-real", "docs/tutorial/real-model.md", in_clone=True),
+    Walk("smollm2", "examples/smollm2/README.md", in_clone=True, after=("shoal demo --real",), short=True),
+    *(Walk(f"init-{kind}", f"examples/start/{kind}/README.md", starter=kind) for kind in STARTERS),
+)
+
+
+def readme_lines() -> list[str]:
+    """Lines of the README that install and start Shoal without make."""
+    found = re.search(r"^Without make: `([^`]+)`, then `([^`]+)`", (ROOT / "README.md").read_text(), re.MULTILINE)
+    if found is None:
+        raise Stumble("README.md no longer has a line 'Without make: `...`, then `...`': mend tools/installs.py")
+    return [*found[1].split(" && "), found[2]]
+
+
+def environment(home: Path, commands: Path | None) -> dict[str, str]:
+    """Variables of a stranger. pip keeps its cache and its constraints, which change versions and not what is there."""
+    kept = {name: value for name, value in os.environ.items() if name in ("LANG", "PIP_INDEX_URL", "SSL_CERT_FILE")}
+    home.mkdir(parents=True, exist_ok=True)
+    cache = os.environ.get("PIP_CACHE_DIR") or str(Path("~/.cache/pip").expanduser())
+    path = f"{Path(sys.executable).resolve().parent}:{os.defpath}"
+    return {
+        **kept,
+        "PATH": f"{commands}:{path}" if commands else path,
+        "HOME": str(home),
+        "TERM": "dumb",
+        "BROWSER": "true",
+        "OMP_NUM_THREADS": "1",
+        "PIP_CACHE_DIR": cache,
+        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+    }
+
+
+def cut(line: str) -> str:
+    """A line with arguments that shorten its training."""
+    if not TRAINS.search(line):
+        return line
+    background = line.endswith("&")
+    line = line.rstrip("& ")
+    line = re.sub(r"--train\.steps=\d+", LONGER, line) if "--train.steps" in line else f"{line} {SHORT}"
+    return f"{line} &" if background else line
+
+
+def serve(line: str, folder: Path, variables: dict[str, str]) -> str:
+    """Starts a command that serves, waits for its address, and ends it by Ctrl-C. Returns what it said."""
+    said = ""
+    started = subprocess.Popen(
+        ["bash", "-c", f"exec {line}"],
+        cwd=folder,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+    )
+    assert started.stdout is not None
+    for shown in started.stdout:
+        said += shown
+        if "http://" in shown:
+            break
+    started.send_signal(signal.SIGINT)
+    said += started.communicate(timeout=60)[0]
+    if "http://" not in said or started.returncode not in (0, 130):
+        raise Stumble(f"`{line}` ended with {started.returncode}:\n{said[-3000:]}")
+    return said
+
+
+def walk_lines(lines: list[str], folder: Path, variables: dict[str, str], log: Path) -> float:
+    """Runs lines one after the other in one shell, so that `cd`, `&` and `.` mean what they mean to a person."""
+    began = time.monotonic()
+    with log.open("a") as said:
+        for batch in _batches(lines):
+            if SERVES.search(batch[0]) and not batch[0].endswith("&"):
+                where = Path((folder / ".where").read_text().strip()) if (folder / ".where").exists() else folder
+                said.write(f"$ {batch[0]}\n{serve(batch[0], where, variables)}")
+                continue
+            prefix = ['cd "$(cat .where 2>/dev/null || pwd)"', *_activated(folder)]
+            script = "\n".join(["set -e", *prefix, *map(cut, batch), f'pwd > "{folder}/.where"'])
+            said.write("".join(f"$ {line}\n" for line in map(cut, batch)))
+            said.flush()
+            shell = subprocess.Popen(
+                ["bash", "-c", script],
+                cwd=folder,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+            try:
+                code = shell.wait(timeout=MOST_S)
+            except subprocess.TimeoutExpired:
+                code = "no end"
+            finally:
+                _end_group(shell.pid)
+            if code:
+                raise Stumble(f"{code} after {batch}; the end of {log}:\n{log.read_text()[-3000:]}")
+    return time.monotonic() - began
+
+
+def _batches(lines: list[str]) -> Iterator[list[str]]:
+    """Lines of one shell each: a line in the background keeps those after it."""
+    batch: list[str] = []
+    for line in lines:
+        if SERVES.search(line) and not line.endswith("&") and not batch:
+            yield [line]
+            continue
+        batch.append(line)
+        if not any(one.endswith("&") for one in batch):
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+def _activated(folder: Path) -> list[str]:
+    """Line that activates an environment which an earlier line made."""
+    return [f'. "{folder}/.venv/bin/activate"'] if (folder / ".venv/bin/activate").exists() else []
+
+
+def _end_group(pid: int) -> None:
+    """Ends what a shell left in the background, as closing its terminal would."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:
+            return
+        time.sleep(2)
+
+
+def layer(base: Path, folder: Path) -> Path:
+    """Commands of an environment that sees the packages of another one and keeps its own beside them."""
+    venv.create(folder, with_pip=True, symlinks=True)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    (below,) = (base / "lib").glob("python*/site-packages")
+    (packages / "below.pth").write_text(f"{below}\n")
+    for script in (base / "bin").iterdir():
+        made = folder / "bin" / script.name
+        if not made.exists() and script.is_file():
+            made.write_bytes(script.read_bytes().replace(str(base).encode(), str(folder).encode()))
+            made.chmod(0o755)
+    return folder / "bin"
+
+
+def main() -> int:
+    """Runs the walks that are named, or all, and prints what each took or where it stumbled."""
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("names", nargs="*", help="walks; all by default")
+    arguments.add_argument("--short", action="store_true", help="the walks of the short form")
+    arguments.add_argument("--keep", type=Path, help="folder that is kept, with its environment, for another call")
+    given = arguments.parse_args()
+    if unknown := set(given.names) - {walk.name for walk in WALKS}:
+        arguments.error(f"no walk {sorted(unknown)}; there are {[walk.name for walk in WALKS]}")
+    chosen = [walk for walk in WALKS if (walk.name in given.names if given.names else walk.short or not given.short)]
+    folder = given.keep or Path(tempfile.mkdtemp(prefix="shoal installs "))
+    took: dict[str, float] = {}
+    stumbles: dict[str, str] = {}
+    clone = folder / "a clone"
+    try:
+        if not (clone / ".venv/done").exists():
+            subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+            variables = environment(folder / "home", None)
+            took["README"] = walk_lines(readme_lines(), clone, variables, folder / "README.log")
+            (clone / ".venv/done").touch()
+        for walk in chosen:
+            print(f"{walk.name}: {walk.page}", file=sys.stderr, flush=True)
+            here = folder / walk.name
+            here.mkdir()
+            variables = environment(here / "home", layer(clone / ".venv", here / "environment"))
+            variables["XDG_CACHE_HOME"] = str(folder / "home" / ".cache")  # the embedded model is made once
+            where = clone if walk.in_clone else here
+            lines = [f"shoal init {walk.starter}", f"cd my-{walk.starter}"] if walk.starter else []
+            (where / ".where").unlink(missing_ok=True)
+            try:
+                took[walk.name] = walk_lines([*lines, *walk.lines()], where, variables, folder / f"{walk.name}.log")
+            except Stumble as stumble:
+                stumbles[walk.name] = str(stumble)
+                print(stumble, file=sys.stderr, flush=True)
+    except Stumble as stumble:
+        stumbles["README"] = str(stumble)
+        print(stumble, file=sys.stderr)
+    finally:
+        if not given.keep and not stumbles:
+            shutil.rmtree(folder)
+    print(json.dumps({"seconds": {name: round(value) for name, value in took.items()}, "stumbles": sorted(stumbles)}))
+    return 1 if stumbles else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
