@@ -2,10 +2,11 @@
 
 python tools/installs.py [--short] [NAME ...]
 
-The source is cloned into a folder with a space in its name. The README's lines without make install Shoal into an empty
-environment. Each walk then gets a layer over that environment, an empty home and an empty folder. It runs the `sh` blocks
-of its page as they are printed. Further arguments cut training to a few steps; nothing else is changed. A line that serves
-is ended by Ctrl-C after it has printed its address. The last line of standard output is a JSON object.
+The source is cloned into a folder with a space in its name. The README's lines without make install Shoal into an
+empty environment. Each walk then gets a layer over that environment, an empty home and an empty folder. It runs the
+`sh` blocks of its page as they are printed. Further arguments cut training to a few steps; nothing else is changed. A
+line that serves is ended by Ctrl-C after it has printed its address, and the curl line that it printed was answered.
+The last line of standard output is a JSON object.
 """
 
 import argparse
@@ -41,7 +42,8 @@ serving() {
         kill -0 $served || break
         sleep 1
     done
-    kill -INT -- -$served
+    ! grep -q ^curl served || bash -ec "$(grep -m 1 ^curl served | sed 's/^curl/curl -sS --fail-with-body/')"
+    kill -INT -- -$served || true
     code=0; wait $served || code=$?
     cat served
     grep -q http:// served && { [ $code = 0 ] || [ $code = 130 ]; }
@@ -64,10 +66,14 @@ class Walk:
     """Path in the repository."""
     starter: str = ""
     """Kind of the folder that `shoal init` writes first; the page is that folder's README."""
+    blocks: bool = True
+    """Whether the page's `sh` blocks are run, too."""
     in_clone: bool = False
     """Whether the lines name files of the source checkout."""
     after: tuple[str, ...] = ()
     """Lines that the page prints outside of its `sh` blocks."""
+    values: tuple[str, str] = ("", "")
+    """A placeholder of those lines, and the walk's value for it."""
     short: bool = False
     """Whether the short form has it."""
 
@@ -75,12 +81,13 @@ class Walk:
         """Printed lines, without comments and continued lines joined."""
         text = (ROOT / self.page).read_text()
         for line in self.after:
-            if f"`{line}`" not in text:
+            if line not in " ".join(text.split()):
                 raise Stumble(f"{self.page} no longer prints `{line}`: mend tools/installs.py")
-        blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+        blocks = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL) if self.blocks else []
         joined = "".join(blocks).replace("\\\n", " ").splitlines()
         found = [line.partition("  #")[0].strip() for line in joined]
-        return [line for line in [*found, *self.after] if line and not line.startswith("#")]
+        after = [line.replace(*self.values) if self.values[0] else line for line in self.after]
+        return [line for line in [*found, *after] if line and not line.startswith("#")]
 
 
 STARTERS = ("first", "data", "reward", "agent", "trl", "verifiers", "swarm")
@@ -91,6 +98,13 @@ WALKS = (
     Walk("tutorial-agent", "docs/tutorial/my-agent.md", short=True),
     Walk("tutorial-real", "docs/tutorial/real-model.md", in_clone=True),
     Walk("smollm2", "examples/smollm2/README.md", in_clone=True, after=("shoal demo --real",), short=True),
+    Walk("serve", "README.md", after=("shoal serve --model DIR",), values=("DIR", "demo"), blocks=False),
+    Walk(
+        "tinker",
+        "docs/tinker.md",
+        after=("pip install 'shoal[tinker]'", "shoal serve tinker --model NAME=DIRECTORY"),
+        values=("NAME=DIRECTORY", "demo"),
+    ),
     *(Walk(f"init-{kind}", f"examples/start/{kind}/README.md", starter=kind) for kind in STARTERS),
 )
 
@@ -198,7 +212,10 @@ def main() -> int:
             here.mkdir()
             variables = environment(here / "home", layer(clone / ".venv", here / "environment"))
             variables["XDG_CACHE_HOME"] = str(folder / "home" / ".cache")  # the embedded model is made once
-            where = clone if walk.in_clone else here
+            where = here
+            if walk.in_clone:
+                where = here / "a clone"
+                subprocess.run(["git", "clone", "-q", clone, where], check=True)
             lines = [f"shoal init {walk.starter}", f"cd my-{walk.starter}"] if walk.starter else []
             try:
                 took[walk.name] = walk_lines([*lines, *walk.lines()], where, variables, folder / f"{walk.name}.log")

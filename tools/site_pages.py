@@ -1,4 +1,4 @@
-"""A hook of MkDocs: files outside `docs/` that a page links to become part of the site, and links lead to them there."""
+"""A hook of MkDocs: files outside `docs/` that a page links to join the site, and links lead to them there."""
 
 import re
 from pathlib import Path

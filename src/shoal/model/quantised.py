@@ -50,7 +50,9 @@ def convert(file: Path) -> Path:
     """Directory of a GGUF file, made unless the cache has it. Raises `ModelError`."""
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise ModelError(f"model {str(file)!r}: expected the package {package}; pip install 'shoal[real]' brings it")
+            raise ModelError(
+                f"model {str(file)!r}: expected the package {package}; pip install 'shoal[real]' brings it"
+            )
     return _made(file.resolve(), file.stem, [file])
 
 
