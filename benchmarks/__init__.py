@@ -12,7 +12,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, expected_one_of
 
 BEGAN_S = time.monotonic()
 Report = dict[str, object]
@@ -61,7 +61,7 @@ def run_bench(name: str, *, quick: bool, model: str | None = None, **options: ob
     Raises `ConfigError` for an unknown name, model or option.
     """
     if name not in MODULES:
-        raise ConfigError(f"bench: expected one of {', '.join(sorted(MODULES))}, got {name!r}")
+        raise ConfigError(f"bench: {expected_one_of(sorted(MODULES), name)}")
     if model is not None:
         if model != "smollm2" or name not in SMOLLM2:
             raise ConfigError(f"bench: expected --model smollm2 with {' or '.join(SMOLLM2)}, got {model!r} with {name}")

@@ -8,14 +8,15 @@ and no backreferences; its `\\d`, `\\w`, `\\s` and `\\b` mean ASCII.
 """
 
 import json
+import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, Protocol, TypeAlias, get_args
+from typing import Annotated, Literal, Protocol, TypeAlias, get_args, get_type_hints
 
 import msgspec
 import re2
 from msgspec import Meta
 
-from shoal.errors import TaskError
+from shoal.errors import TaskError, did_you_mean, expected_one_of
 from shoal.types import Json, Task
 
 
@@ -180,7 +181,8 @@ Spec: TypeAlias = (
     | Function
     | Weighted
 )
-NAMES: tuple[str, ...] = tuple(str(kind.__struct_config__.tag) for kind in get_args(Spec))
+KINDS: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag): kind for kind in get_args(Spec)}
+NAMES: tuple[str, ...] = tuple(KINDS)
 TRUTH_NEEDED = (Exact, Contains, Number, Math)
 PROMPT = (Exact, Contains, Length)
 
@@ -218,11 +220,11 @@ def spec_of(value: Json, where: str) -> Spec:
     tree = _spelled_out(value)
     name = tree.get("name") if isinstance(tree, dict) else None
     if not isinstance(name, str) or name not in NAMES:
-        raise TaskError(f"{where}: expected one of {', '.join(NAMES)}, got {msgspec.json.encode(value).decode()[:60]}")
+        raise TaskError(f"{where}: {expected_one_of(NAMES, value if name is None else name)}")
     try:
         return msgspec.convert(tree, Spec)  # type: ignore[no-any-return]
     except (msgspec.ValidationError, ValueError) as error:
-        raise TaskError(f"{where}: {_sentence(str(error))}") from None
+        raise TaskError(f"{where}: {table_complaint(error, KINDS[name])}") from None
 
 
 def task_spec(task: Task) -> Spec:
@@ -239,7 +241,7 @@ def unit_tests(value: Json, where: str) -> list[UnitTest]:
     try:
         tests = msgspec.convert(value, list[UnitTest])
     except (msgspec.ValidationError, ValueError) as error:
-        raise TaskError(f"{where}: {_sentence(str(error))}") from None
+        raise TaskError(f"{where}: {table_complaint(error, UnitTest)}") from None
     if not tests:
         raise TaskError(f"{where}: expected at least one test")
     return tests
@@ -303,6 +305,21 @@ def _spelled_out(value: Json) -> Json:
     return value
 
 
-def _sentence(error: str) -> str:
-    """msgspec's complaint with its path in the words of TOML."""
-    return error.replace("$.", "").replace("`$`", "the table")
+def table_complaint(error: Exception, kind: type[msgspec.Struct]) -> str:
+    """The complaint about a table of a kind, in the words of TOML: the parameter, what was expected, what came.
+
+    >>> table_complaint(msgspec.ValidationError("Expected `int`, got `str` - at `$.best`"), LLMJudge)
+    'best: expected int, got str'
+    """
+    text, _, path = str(error).partition(" - at `$")
+    place = path.strip(".`")
+    if field := re.fullmatch(r"Object (contains unknown|missing required) field `(.*)`", text):
+        name = ".".join(filter(None, (place, field[2])))
+        if field[1] == "missing required":
+            return f"{name}: expected a value, got none"
+        return f"{name}: unknown parameter{did_you_mean(field[2], kind.__struct_fields__)}"
+    choices = get_args(get_type_hints(kind).get(place)) or NAMES  # a part of a weighted sum names a checker
+    if given := re.fullmatch(r"Invalid (?:enum )?value '(.*)'", text):
+        return f"{place}: {expected_one_of(choices, given[1])}"
+    words = text.replace("`", "")
+    return f"{place}: {words[0].lower()}{words[1:]}" if place else words

@@ -25,9 +25,16 @@
 Our own bugs are `AssertionError`s and keep their traceback.
 """
 
+import difflib
 import re
+from collections.abc import Callable, Iterable
 
 MASK = "***"
+MOST_LISTED = 16
+"""Number of known names up to which a complaint lists them beside the nearest."""
+MOST_CHARACTERS = 80
+ALIKE = 0.6
+"""Share of letters in common from which a name is taken for a misspelled one."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]+(?=@)")
 
 
@@ -38,6 +45,32 @@ def without_credentials(text: str) -> str:
     'no answer from http://***@here:8000/info'
     """
     return _CREDENTIALS.sub(MASK, text)
+
+
+def did_you_mean(given: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
+    """The end of a complaint about an unknown name: the known name nearest to it; empty without a near one.
+
+    >>> did_you_mean("gspoo", ["grpo", "gspo"]), did_you_mean("x", ["grpo"])
+    ("; did you mean 'gspo'?", '')
+    """
+    names = {name.lower(): name for name in known}
+    begun = [name for name in names if given and name.startswith(given.lower())]
+    near = difflib.get_close_matches(given.lower(), names, n=1, cutoff=ALIKE) or begun
+    return f"; did you mean {shown(names[near[0]])}?" if near else ""
+
+
+def expected_one_of(known: Iterable[str], given: object, also: str = "") -> str:
+    """The complaint about a name that is none of the known ones; `also` says what else would be right.
+
+    >>> expected_one_of(["pad", "keep"], "kep")
+    "expected one of pad, keep, got 'kep'; did you mean 'keep'?"
+    """
+    names = list(known)
+    hint = did_you_mean(str(given), names)
+    listed = (
+        "a known name" if hint and len(names) > MOST_LISTED else f"{'one of ' * (len(names) > 1)}{', '.join(names)}"
+    )
+    return f"expected {listed}{also}, got {repr(given)[:MOST_CHARACTERS]}{hint}"
 
 
 class ShoalError(Exception):

@@ -22,6 +22,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def beside(path: Path) -> list[str]:
+    """Names in the folder of a path, in order; empty where that is no folder that can be read.
+
+    >>> beside(Path("/no/such/folder/file.toml"))
+    []
+    """
+    try:
+        return sorted(one.name for one in path.absolute().parent.iterdir())
+    except OSError:
+        return []
+
+
 @contextmanager
 def replaced(path: Path, *, private: bool = False) -> Iterator[Path]:
     """Gives the name under which a new file is written; at the end it replaces `path`, durably and whole.

@@ -15,7 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import MOST_LISTED, ConfigError, ShoalError, did_you_mean
+from shoal.files import beside
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
@@ -37,10 +38,30 @@ def own_code(field: str, name: str) -> object:
         raise ConfigError(f"{field}: expected module:name, got {name!r}")
     _look_here()
     try:
-        found: object = getattr(_from_file(module) if module.endswith(".py") else import_module(module), attribute)
+        loaded = _from_file(module) if module.endswith(".py") else import_module(module)
     except (Exception, SystemExit) as error:  # a module runs when it is imported, and raises what it will
-        raise ConfigError(f"{field}: {name!r} cannot be imported: {described(error)}") from error
+        why = described(error)
+        if isinstance(error, FileNotFoundError | ModuleNotFoundError) and (missing := _unfound(module, error)):
+            why = missing
+        raise ConfigError(f"{field}: {name!r} cannot be imported: {why}") from error
+    try:
+        found: object = getattr(loaded, attribute)
+    except AttributeError:
+        own = [one for one, value in vars(loaded).items() if not (one.startswith("_") or isinstance(value, ModuleType))]
+        hint = did_you_mean(attribute, own) or f"; it has {', '.join(own[:MOST_LISTED]) or 'no names'}"
+        raise ConfigError(f"{field}: {module} has no {attribute!r}{hint}") from None
     return found
+
+
+def _unfound(module: str, error: FileNotFoundError | ModuleNotFoundError) -> str:
+    """Says that the file or module itself is missing, with the nearest of this folder; empty where another one is."""
+    if isinstance(error, FileNotFoundError):
+        names = [name for name in beside(Path(module)) if name.endswith(".py")]
+        is_it, sought = str(error.filename) == str(Path(module).resolve()), Path(module).name
+    else:
+        names = [name.removesuffix(".py") for name in beside(Path("here")) if name.endswith(".py")]
+        is_it, sought = error.name == module.partition(".")[0], module
+    return f"there is no {'file' if module.endswith('.py') else 'module'} {module}{did_you_mean(sought, names)}" * is_it
 
 
 def source_hash(field: str, name: str) -> str:

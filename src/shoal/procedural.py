@@ -13,7 +13,6 @@ and several scorers eval() the answer; so this module is imported by child proce
 
 import contextlib
 import dataclasses
-import difflib
 import importlib.metadata
 import json
 import os
@@ -29,7 +28,7 @@ from typing import Any
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from shoal.errors import OtherRelease, OutOfBounds, TaskError
+from shoal.errors import OtherRelease, OutOfBounds, TaskError, did_you_mean, expected_one_of
 from shoal.types import Json, Receipt
 
 _PICTURES = (
@@ -103,8 +102,7 @@ def system_prompt(text: str) -> str:
         return text
     name = text.removeprefix(OWN_PROMPT)
     if name not in SYSTEM_PROMPTS:
-        known = ", ".join(OWN_PROMPT + one for one in SYSTEM_PROMPTS)
-        raise TaskError(f"system_prompt: expected one of {known}, got {text[:80]!r}")
+        raise TaskError(f"system_prompt: {expected_one_of([OWN_PROMPT + one for one in SYSTEM_PROMPTS], text)}")
     return str(SYSTEM_PROMPTS[name])
 
 
@@ -250,17 +248,15 @@ def _adapter(annotation: Any) -> TypeAdapter[Any]:
 def _refuse_unknown(name: str, params: Mapping[str, Json]) -> None:
     """Raises `TaskError` for a dataset or a setting that does not exist."""
     if name not in names():
-        close = difflib.get_close_matches(name, names(), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(names())}"
+        hint = did_you_mean(name, names()) or f"; expected one of {', '.join(names())}"
         raise TaskError(f"unknown reasoning-gym dataset {name!r}{hint}")
     known = list(_fields(name))
     for key in params:
         if key in _DERIVED:
             raise TaskError(f"{name}: params.{key}: the run derives it; leave it out")
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"expected one of {', '.join(known)}"
-            raise TaskError(f"{name}: unknown setting params.{key}; {hint}")
+            hint = did_you_mean(key, known) or f"; expected one of {', '.join(known)}"
+            raise TaskError(f"{name}: unknown setting params.{key}{hint}")
 
 
 def _curriculum_params(name: str, level: int) -> dict[str, Json]:

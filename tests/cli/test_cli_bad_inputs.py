@@ -145,7 +145,7 @@ def test_a_setting_s_value_may_follow_after_a_space_and_settings_stand_anywhere(
     main_ends_well([str(good / "config.toml") if one == "CONFIG" else one for one in arguments])
     capsys.readouterr()
     said = sentence(["train", str(good / "config.toml"), "--dry-run", "--train.lr", "two"], capsys)
-    assert "train.lr: input should be a valid number" in said
+    assert "train.lr: expected a number, got 'two'" in said
 
 
 def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:

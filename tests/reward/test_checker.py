@@ -30,15 +30,15 @@ def test_a_checker_is_the_same_after_being_written_and_read(value: Json) -> None
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        ("magic", 'here: expected one of exact, .*, got "magic"'),
+        ("magic", "here: expected one of exact, .*, got 'magic'"),
         (7, "here: expected one of exact, .*, got 7"),
-        ({"name": "math", "tol": 1}, "here: Object contains unknown field `tol`"),
-        ({"name": "code", "timeout_s": "x"}, "here: Expected `float`, got `str` - at `timeout_s`"),
-        ({"name": "code", "template": "x"}, r"here: Expected `str` matching regex '.*answer.*' - at `template`"),
+        ({"name": "math", "tol": 1}, "here: tol: unknown parameter; did you mean 'tolerance'?"),
+        ({"name": "code", "timeout_s": "x"}, "here: timeout_s: expected float, got str"),
+        ({"name": "code", "template": "x"}, r"here: template: expected str matching regex '.*answer.*'"),
         ({"name": "regex", "pattern": "("}, "here: expected a regular expression"),
-        ({"name": "function", "path": "x"}, r"here: Expected `str` matching regex '.*' - at `path`"),
-        ({"name": "weighted", "parts": []}, "here: Expected `array` of length >= 1 - at `parts`"),
-        ({"name": "weighted", "parts": [{"scorer": "magic"}]}, "parts.0..scorer"),
+        ({"name": "function", "path": "x"}, r"here: path: expected str matching regex '.*'"),
+        ({"name": "weighted", "parts": []}, "here: parts: expected array of length >= 1"),
+        ({"name": "weighted", "parts": [{"scorer": "mtah"}]}, r"parts\[0\].scorer.*: .*'mtah'; did you mean 'math'"),
     ],
 )
 def test_a_wrong_checker_is_named_with_what_was_expected(value: Json, complaint: str) -> None:

@@ -176,7 +176,7 @@ def test_a_users_function_is_called_as_trl_calls_it_and_its_faults_are_failures(
             "not_finite": "expected finite numbers or None, got nan",
             "raises": "KeyError: 'level'",
             "dies": "ended with code 3",
-            "absent": "cannot be imported",
+            "absent": "my_rewards has no 'absent'",
         }
         for name, why in failures.items():
             rewards = await by(name)

@@ -252,7 +252,7 @@ def test_a_reward_that_fails_in_a_run_is_told_with_its_line_while_it_runs_and_af
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["--train.lrr=1"], "unknown setting 'train.lrr'; did you mean 'train.lr'?"),
+        (["--train.lrr=1"], "train.lrr: unknown setting; did you mean 'train.lr'?"),
         (["--model.path=./nowhere"], "model directory './nowhere' does not exist"),
         (["--tasks.0.service=reasoning_gym", "--tasks.0.name=gdc"], "did you mean 'gcd'?"),
         (["--engine.max_model_len=6"], "expected prompts shorter than the model's context of 6 tokens"),

@@ -15,10 +15,11 @@ from shoal.cli import judge as judge_commands
 from shoal.cli import runs as run_commands
 from shoal.cli import services
 from shoal.cli import swarm as swarm_commands
+from shoal.cli.misuse import Misuse, misuse
 from shoal.cli.output import JsonFlag, fail, from_checkout, show, show_answers, show_what_next, warn
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.cli.page import ViewFlag, page_beside
-from shoal.cli.runs import RunArgument, run_at, run_names
+from shoal.cli.runs import RunArgument, existing_run, run_at, run_names
 from shoal.cli.serving import serve
 from shoal.errors import ShoalError
 
@@ -95,7 +96,8 @@ def train(
     """Train a model as a configuration says."""
     from shoal.config import load
 
-    if resume and (run := run_at(str(config))).is_dir():
+    if resume and config.suffix != ".toml" and not config.is_file():
+        run = existing_run(str(config))
         settings = load(run / "resolved.toml", [f"run_dir={json.dumps(str(run))}", *context.obj])
     else:
         settings = load(config, context.obj)
@@ -162,7 +164,7 @@ def view(
         if not no_open:
             webbrowser.open(url)
 
-    chosen = runs or [newest_run(Path("runs"))]
+    chosen = [run if beside else existing_run(str(run)) for run in runs or [newest_run(Path("runs"))]]
     uvloop.run(serve_view(chosen, host=host, port=port, announce=announce, waits=beside))
 
 
@@ -338,7 +340,15 @@ def stoppable(run_dir: str) -> Iterator[None]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the console script; `arguments` default to the process's."""
     try:
-        app(arguments)
+        code = app(arguments, prog_name="shoal", standalone_mode=False)
+        raise SystemExit(code if isinstance(code, int) else 0)
+    except Misuse as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+            raise SystemExit(2) from None
+        fail(misuse(error), 2)
+    except typer.Abort:
+        raise SystemExit(1) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None

@@ -10,8 +10,11 @@ from typing import Annotated
 import typer
 
 from shoal.cli.output import JsonFlag, printable
+from shoal.errors import ModelError, RunDirError, did_you_mean
 
 RUNS = Path("runs")
+NEWEST = 5
+"""Runs that are named where the asked one is missing."""
 
 
 def run_at(name: str) -> Path:
@@ -24,16 +27,38 @@ def run_at(name: str) -> Path:
     return named if not Path(name).exists() and named.is_dir() else Path(name)
 
 
+def existing_run(name: str) -> Path:
+    """Directory of a run that is there. Raises `RunDirError` with the nearest name, or with those that there are."""
+    run = run_at(name)
+    if run.exists():
+        return run
+    raise RunDirError(f"{name}: expected a run directory, or a run's name under {RUNS}, got neither{_near_runs(name)}")
+
+
+def _near_runs(name: str) -> str:
+    """The end of a complaint about a missing run: the nearest name, or the newest runs."""
+    newest = [path.name for path in sorted(_runs(), key=lambda path: path.stat().st_mtime, reverse=True)]
+    known = f"; {RUNS} has {', '.join(newest[:NEWEST])}" if newest else f"; {RUNS} has none: shoal demo makes one"
+    return did_you_mean(Path(name).name, newest, str) or known
+
+
+def _runs() -> list[Path]:
+    """Folders under runs/."""
+    return [path for path in RUNS.iterdir() if path.is_dir()] if RUNS.is_dir() else []
+
+
 def run_names(incomplete: str) -> list[str]:
     """Names of the runs under runs/ that begin so, for a shell's completion."""
-    found = RUNS.iterdir() if RUNS.is_dir() else ()
-    return sorted(path.name for path in found if path.is_dir() and path.name.startswith(incomplete))
+    return sorted(path.name for path in _runs() if path.name.startswith(incomplete))
 
 
 RunArgument = Annotated[
     Path,
     typer.Argument(
-        metavar="RUN", help="A run directory, or a run's name under runs/.", parser=run_at, autocompletion=run_names
+        metavar="RUN",
+        help="A run directory, or a run's name under runs/.",
+        parser=existing_run,
+        autocompletion=run_names,
     ),
 ]
 Starter = StrEnum("Starter", ["first", "data", "reward", "agent", "trl", "verifiers", "swarm"])
@@ -105,10 +130,15 @@ def chat(
     """Talk with a run's model, or with any other, line by line. /new begins anew; Ctrl-D ends."""
     from shoal.config import parse
     from shoal.run.chat import ChatOptions, Prompt, chat_with
+    from shoal.run.plan import check_model
 
     def say(text: str) -> None:
         print("\n".join(map(printable, text.split("\n"))), end="", flush=True)
 
+    try:
+        check_model(str(run_at(model)))
+    except ModelError as error:
+        raise ModelError(f"{error}; a run would do too{_near_runs(model)}") from None
     config = parse({"model": {"path": str(run_at(model)), "device": device}, "tasks": [{"name": "chain_sum"}]})
     options = ChatOptions(system, temperature, max_tokens)
     asyncio.run(chat_with(config, options, Prompt(), say))

@@ -128,9 +128,9 @@ def print_template(
     kind: Annotated[str, typer.Argument(help="slurm, kuberay, kubernetes or skypilot.")],
 ) -> None:
     """Print the file that starts a run on a cluster: with Ray, or as plain Kubernetes objects."""
-    from shoal.errors import ConfigError
+    from shoal.errors import ConfigError, expected_one_of
 
     known = {path.stem: path for path in sorted(TEMPLATES.iterdir())}
     if kind not in known:
-        raise ConfigError(f"template: expected one of {', '.join(known)}, got {kind!r}")
+        raise ConfigError(f"template: {expected_one_of(known, kind)}")
     print(known[kind].read_text(), end="")

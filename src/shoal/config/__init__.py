@@ -1,9 +1,8 @@
 """The settings of a run: sections of fields, read from TOML with dotted overrides.
 
-Everything wrong in them is named. Unknown keys are refused with "did you mean".
+Everything wrong in them is named. Unknown keys and names are refused with "did you mean".
 """
 
-import difflib
 import os
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -12,8 +11,8 @@ from typing import Any
 
 import tomli_w
 from pydantic import JsonValue, ValidationError
-from pydantic_core import ErrorDetails
 
+from shoal.config.complaints import complaint
 from shoal.config.credentials import masked, restored
 from shoal.config.presets import set_preset
 from shoal.config.section import Section as Section
@@ -27,14 +26,9 @@ from shoal.config.settings import StageConfig as StageConfig
 from shoal.config.settings import TaskConfig as TaskConfig
 from shoal.config.swarm import Credit as Credit
 from shoal.config.swarm import SwarmConfig as SwarmConfig
-from shoal.config.training import LOSSES
 from shoal.config.tree import MOST_LEVELS, checked, place_of
-from shoal.errors import ConfigError
-
-RENAMED = {
-    "asynchrony.eta": "asynchrony.max_staleness",
-}
-"""Settings that have another name now. Each is refused with a sentence that says which."""
+from shoal.errors import ConfigError, did_you_mean
+from shoal.files import beside
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -45,7 +39,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"config file {path} does not exist") from None
+        hint = did_you_mean(path.name, beside(path))
+        raise ConfigError(f"config file {path} does not exist{hint}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path} is not TOML: {error}") from error
     except RecursionError:
@@ -68,7 +63,7 @@ def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(_sentence(error, tree)) from None
+        raise ConfigError(complaint(error, tree, Config)) from None
 
 
 def _make_absolute(tree: dict[str, JsonValue], folder: Path) -> None:
@@ -124,49 +119,3 @@ def _apply(tree: dict[str, JsonValue], override: str) -> None:
         raise ConfigError(f"{key}: {error}") from None
     node, at = place_of(key, tree)
     node[at] = value
-
-
-def _sentence(error: ValidationError, tree: JsonValue) -> str:
-    """The first complaint of pydantic as one sentence that names the field."""
-    errors = error.errors()
-    first, named = errors[0], _named(errors[0], tree)
-    where = ".".join(named)
-    if where in RENAMED:
-        return f"{where}: this setting is now {RENAMED[where]}; rename it"
-    if first["type"] == "extra_forbidden":
-        close = difflib.get_close_matches(named[-1], _siblings([str(part) for part in first["loc"]]), n=1, cutoff=0.5)
-        hint = f"; did you mean {'.'.join([*named[:-1], close[0]])!r}?" if close else ""
-        return f"unknown setting {where!r}{hint}"
-    if first["type"] == "value_error":
-        return ".".join([*named, str(first["ctx"]["error"])])
-    if first["type"] == "missing":
-        return f"{where}: missing"
-    complaints = dict.fromkeys(
-        f"{one['msg'][0].lower()}{one['msg'][1:]}" for one in errors if _named(one, tree) == named
-    )
-    got = repr(first["input"])
-    return f"{where}: {' or '.join(complaints)}, got {got if len(got) <= 80 else f'{got[:77]}...'}"
-
-
-def _named(error: ErrorDetails, tree: JsonValue) -> list[str]:
-    """Where the settings have what is complained of: pydantic also says which kind of loss or value it tried."""
-    path: list[str] = []
-    node = tree
-    for part in error["loc"]:
-        if isinstance(node, dict) and part in node:
-            node = node[str(part)]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
-            node = node[part]
-        elif error["type"] != "missing" or part != error["loc"][-1]:
-            continue
-        path.append(str(part))
-    return path
-
-
-def _siblings(path: Sequence[str]) -> list[str]:
-    """The keys that would have been right where `path` ends."""
-    model: type[Section] = Config
-    for part in path[:-1]:
-        inner: dict[str, type[Section]] = {**LOSSES, "tasks": TaskConfig, **model.sections()}
-        model = inner.get(part, model)
-    return list(model.model_fields)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, ValidationError, model_validator
 
 from shoal.config.cluster import ClusterConfig
+from shoal.config.complaints import complaint
 from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.section import MOST, Section
 from shoal.config.swarm import SwarmConfig
@@ -258,8 +259,7 @@ def _in_stages(config: Config) -> Iterator[str]:
         try:
             loss = config.stage(index).train.loss
         except ValidationError as error:
-            wrong = error.errors()[0]
-            yield f"stages.{index}.{'.'.join(str(part) for part in wrong['loc'])}: {wrong['msg']}"
+            yield f"stages.{index}.{complaint(error, {'train': stage.train}, Config)}"
             continue
         if (stage.kind == "dpo") != isinstance(loss, DPOLoss) or (
             stage.kind == "sft" and not isinstance(loss, PositiveOnlyLoss)

@@ -28,16 +28,29 @@ def local_directory(path: str) -> Path:
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"model directory {path!r} does not exist")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         fetched = snapshot_download(path, ignore_patterns=["*.bin", "*.gguf", "*.pth", "original/*"])
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"model {path!r} is neither a directory nor a hub model that can be fetched: {reason}"
-        ) from error
+    except (HFValidationError, OSError) as error:  # the hub's own errors are OSErrors too
+        raise ModelError(f"model {path!r}: no such directory is here, and {_refusal(error)}") from error
     return dequantised(Path(fetched))
+
+
+def _refusal(error: Exception) -> str:
+    """Says why the hub gave no model, and what to do."""
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            return "the hub gives it to those only who accepted its terms on its page and logged in (hf auth login)"
+        case errors.RepositoryNotFoundError():
+            return "the hub has none of this name, or a private one; see its spelling, or log in (hf auth login)"
+        case errors.HFValidationError():
+            return "no model of the hub has such a name: expected OWNER/NAME"
+        case errors.LocalEntryNotFoundError():
+            return "the hub cannot be reached from here; fetch it where the network is, and give its directory"
+    return f"the hub did not send it: {str(error).strip().splitlines()[0]}"
 
 
 def load_renderer(path: Path) -> ChatRenderer:

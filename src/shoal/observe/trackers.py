@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from shoal.errors import ConfigError, RunDirError
+from shoal.errors import ConfigError, RunDirError, expected_one_of
 from shoal.files import replaced
 
 IDS = "trackers.json"
@@ -243,8 +243,10 @@ KINDS: Mapping[str, Callable[[str, TrackedRun], OtherTracker]] = {
 def kind_and_name(text: str) -> tuple[str, str]:
     """Kind and name of a text KIND:NAME, such as `mlflow:my-project`. Raises `ConfigError`."""
     kind, _, name = text.partition(":")
-    if kind not in KINDS or not name:
-        raise ConfigError(f"metrics.trackers: expected KIND:NAME with one of {', '.join(KINDS)}, got {text!r}")
+    if kind not in KINDS:
+        raise ConfigError(f"metrics.trackers: KIND of KIND:NAME: {expected_one_of(KINDS, kind)}")
+    if not name:
+        raise ConfigError(f"metrics.trackers: expected KIND:NAME, as in {kind}:my-project, got {text!r}")
     return kind, name
 
 

@@ -16,12 +16,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeAlias, cast
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, expected_one_of
 from shoal.plugins import described, own_code
 from shoal.types import Group, RewardStatus, Role, Rollout, RolloutStatus
 
 Hook: TypeAlias = Callable[[Group], Group]
 DUPLICATE = "post-processing: another rollout of the group says the same"
+HOOKS = ("score", "correct", "length:NUMBER", "dedup")
 BEFORE = "before post-processing"
 
 
@@ -50,9 +51,7 @@ def hooks_of(name: str, words: str | Sequence[str]) -> list[Hook]:
                 raise ConfigError(f"{field}: expected a function of a group, got {word!r}")
             hooks.append(cast(Hook, own))
         else:
-            raise ConfigError(
-                f"{field}: expected score, correct, length:NUMBER, dedup or module:function, got {word!r}"
-            )
+            raise ConfigError(f"{field}: {expected_one_of(HOOKS, word, ' or module:function')}")
     return hooks
 
 

@@ -81,7 +81,9 @@ async def playing(config: Config, prepared: Prepared, engine: Engine, single_tur
 
 def _agents(config: Config) -> dict[str, Agent]:
     """Agents of tasks that name one."""
-    return {task.name: agent_of(task.agent) for task in config.tasks if task.agent is not None}
+    return {
+        task.name: agent_of(task.agent, f"tasks.{task.name}.agent") for task in config.tasks if task.agent is not None
+    }
 
 
 def _groups_at_once(environment: Environment, agent: Agent | None, group_size: int) -> int | None:

@@ -11,7 +11,9 @@ from shoal.checker import needs_tests, task_spec
 from shoal.config import Config
 from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ModelError, did_you_mean
+from shoal.files import beside
+from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.rollout.agents.clients import agent_of
 from shoal.rollout.reward_hooks import hooks_of
@@ -40,7 +42,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: st
     for task in config.tasks:
         hooks_of(task.name, task.reward)
         if task.agent is not None:
-            agent_of(task.agent)
+            agent_of(task.agent, f"tasks.{task.name}.agent")
     with library_of(config, token) as service:
         probed = [service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2)]
         for environment in service.services:
@@ -70,8 +72,21 @@ def _check_lengths(config: Config, prompts: Mapping[int, Task], max_model_len: i
         )
 
 
+def check_model(path: str) -> None:
+    """Refuses the name of a model that is nowhere, before anything takes time. Raises `ModelError`."""
+    if path in (*EMBEDDED, SMOLLM2) or Path(path).expanduser().exists():
+        return
+    if path.startswith((".", "/", "~")) or path.count("/") != 1:
+        hint = did_you_mean(Path(path).name, [*EMBEDDED, SMOLLM2, *beside(Path(path).expanduser())])
+        raise ModelError(
+            f"model {path!r} does not exist: expected a model's directory, a .gguf file, a hub name as OWNER/NAME, or "
+            f"one of {', '.join((*EMBEDDED, SMOLLM2))}{hint}"
+        )
+
+
 def model_directory(path: str) -> Path:
     """Directory of a model by its path or name; the embedded ones are made first. Raises `ModelError`."""
+    check_model(path)
     if path in EMBEDDED:
         from shoal.run.demo_model.warm_start import RECIPES, demo_model
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, TypeAlias, cast
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, expected_one_of
 from shoal.plugins import own_code
 from shoal.swarm.trust import Bucket
 
@@ -238,7 +238,7 @@ def apply_taker(taker: Taker, candidates: Sequence[Candidate], n: int, rng: rand
 def own_function(field: str, name: str, known: Sequence[str]) -> Any:
     """Imports the function `module:function`. Raises `ConfigError`, which lists the built-in names."""
     if ":" not in name:
-        raise ConfigError(f"{field}: expected one of {', '.join(known)} or module:function, got {name!r}")
+        raise ConfigError(f"{field}: {expected_one_of(known, name, ' or module:function')}")
     found = own_code(field, name)
     if not callable(found):
         raise ConfigError(f"{field}: expected a function, {name!r} is {type(found).__name__}")

@@ -12,7 +12,8 @@ import msgspec
 
 from shoal import checker
 from shoal.config import TaskConfig
-from shoal.errors import TaskError
+from shoal.errors import TaskError, did_you_mean
+from shoal.files import beside
 from shoal.interfaces import Environment
 from shoal.tasks.dataset_formats import canonical
 from shoal.tasks.holdout import Epochs, check_rewrite, rewritten
@@ -66,6 +67,10 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, FileNotFoundError):
+            raise TaskError(
+                f"{path}: expected a JSONL file, found none{did_you_mean(path.name, beside(path))}"
+            ) from None
         raise TaskError(f"{path}: expected a JSONL file in UTF-8: {error}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():

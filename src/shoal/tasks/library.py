@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from shoal.config import Config, TaskConfig
-from shoal.errors import TaskError
+from shoal.errors import TaskError, expected_one_of
 from shoal.interfaces import Environment
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.tasks.holdout import check_rewrite
@@ -29,7 +29,7 @@ def written(config: TaskConfig, seed: int) -> Definition:
     path = config.path or config.name
     if config.service == "turns":
         if path not in GAMES:
-            raise TaskError(f"tasks.{config.name}: expected the name of one of {', '.join(GAMES)}, got {path!r}")
+            raise TaskError(f"tasks.{config.name}: {expected_one_of(GAMES, path)}")
         path = f"shoal.environments.{path}:{path}"
     if isinstance(config.params, int):
         raise TaskError(f"tasks.{config.name}.params: expected a table, got the level {config.params}")

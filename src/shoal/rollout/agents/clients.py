@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
+from shoal.checker import table_complaint
 from shoal.errors import TaskError
 from shoal.interfaces import Model
 from shoal.net.openai_client import close_clients, session_client
@@ -87,22 +88,24 @@ class Agent:
     """A context in which `Play` is ready."""
 
 
-def agent_of(named: object) -> Agent:
-    """The agent that a configuration names. Raises `ConfigError` and `TaskError`."""
+def agent_of(named: object, field: str = "agent") -> Agent:
+    """The agent that a configuration names in a setting. Raises `ConfigError` and `TaskError`."""
     try:
         spec = msgspec.convert(named if isinstance(named, dict) else {"run": named}, Named)
     except msgspec.ValidationError as error:
-        raise TaskError(f"agent: {error}") from None
+        raise TaskError(f"{field}: {table_complaint(error, Named)}") from None
     if not spec.run or spec.timeout_s <= 0 or (spec.max_at_once is not None and spec.max_at_once < 1):
-        raise TaskError(f"agent: expected something to run, timeout_s > 0 and max_at_once >= 1, got {named}")
+        raise TaskError(f"{field}: expected something to run, timeout_s > 0 and max_at_once >= 1, got {named}")
     if isinstance(spec.run, str):
         if find_spec("openai") is None:
-            raise TaskError("agent: expected the package openai; pip install 'shoal[agents]' brings it")
-        if not inspect.iscoroutinefunction(found := own_code("agent", spec.run)):
-            raise TaskError(f"agent: expected {spec.run!r} to be an async function of a task and a client")
+            raise TaskError(f"{field}: expected the package openai; pip install 'shoal[agents]' brings it")
+        if not inspect.iscoroutinefunction(found := own_code(field, spec.run)):
+            raise TaskError(f"{field}: expected {spec.run!r} to be an async function of a task and a client")
         return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, found, spec.timeout_s))
     if missing := [name for name in spec.env if name not in os.environ]:
-        raise TaskError(f"agent: expected the variable {missing[0]} in the environment, as env names it; it is not set")
+        raise TaskError(
+            f"{field}: expected the variable {missing[0]} in the environment, as env names it; it is not set"
+        )
     most = spec.max_at_once or PROCESSES_PER_CORE * cores()
     return Agent(spec.timeout_s, most, partial(command_play, tuple(spec.run), spec.env))
 
