@@ -352,3 +352,30 @@ def test_nothing_of_a_configuration_can_be_changed_later() -> None:
     config = parse(TASKS)
     with pytest.raises(ValueError, match="frozen"):
         config.train.lr = 1.0  # type: ignore[misc]
+
+
+@given(
+    steps=st.integers(1, 10**4),
+    every=st.integers(0, 10**4),
+    groups=st.integers(1, 64),
+    size=st.integers(2, 64),
+    samples=st.integers(1, 8),
+)
+def test_an_evaluation_by_default_answers_less_than_a_quarter_of_what_is_trained_between_two(
+    steps: int, every: int, groups: int, size: int, samples: int
+) -> None:
+    tree = {
+        "train": {"steps": steps, "groups_per_step": groups},
+        "eval": {"every_steps": every, "samples": samples},
+        "rollout": {"group_size": size},
+    }
+    questions = parse({**TASKS, **tree}).held_out_questions
+    trained = min(every or steps, steps) * groups * size
+    assert questions in range(8, 129)
+    assert questions == 8 or questions * (samples + 1) <= trained / 4
+    assert questions == 128 or (questions + 1) * (samples + 1) > trained / 4
+    assert parse({**TASKS, **tree}, ["eval.questions=3"]).held_out_questions == 3
+
+
+def test_a_run_of_the_default_settings_has_128_held_out_questions() -> None:
+    assert parse(TASKS).held_out_questions == 128

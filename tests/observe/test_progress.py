@@ -162,6 +162,13 @@ def test_mean_rewards_stand_before_full_marks_which_partial_credit_never_reaches
     )
 
 
+def test_a_warning_stands_between_two_rules_where_there_is_no_panel() -> None:
+    record: Record = {"kind": "event", "name": "reward_collapsed", "time_s": 0.0, "reason": "set train.lr lower"}
+    rule, warning, end = plain_lines([record])
+    assert rule == end == "!" * 80
+    assert warning == "WARNING: reward_collapsed: reason set train.lr lower"
+
+
 def test_a_warning_stays_in_the_panel_when_other_events_come() -> None:
     why = "scorer: failed: mine:boom: ZeroDivisionError: division by zero (mine.py:2 in boom)"
     events: list[Record] = [

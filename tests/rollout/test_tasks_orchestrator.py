@@ -41,6 +41,9 @@ class Workshop:
     dice: random.Random = field(default_factory=lambda: random.Random(0))
     buffer: Buffer | None = None
     max_running: int | None = None
+    health: None = None
+    lucky: int = 0
+    """Groups that end well before others fail."""
     dies_s: float = math.inf
     """From when on its rollouts hang, until the service is given up."""
 
@@ -58,7 +61,8 @@ class Workshop:
         now_s = asyncio.get_running_loop().time()
         hangs = now_s >= self.dies_s and self.away is not None and now_s < self.away[0]
         await asyncio.sleep(self.away[0] - now_s if hangs else self.seconds * self.dice.uniform(0.5, 1.5))
-        failed = GROUP_SIZE if self.dice.random() < self.failing or self._is_away() else 0
+        self.lucky -= 1
+        failed = GROUP_SIZE if self.lucky < 0 and (self.dice.random() < self.failing or self._is_away()) else 0
         drawn = made_group(task.id, (version, version), service=self.name, size=GROUP_SIZE, failed=failed).rollouts
         rewards = (1.0, 0.0 if self.dice.random() < self.informative else 1.0)
         return tuple(
@@ -201,7 +205,7 @@ def test_whatever_the_speeds_and_failures_shares_are_met_and_nothing_is_lost_or_
     kinds, max_staleness, seed
 ) -> None:
     shops = [
-        Workshop(f"s{i}", seconds, failing, draw_s=draw_s, dice=random.Random(seed + i))
+        Workshop(f"s{i}", seconds, failing, draw_s=draw_s, dice=random.Random(seed + i), lucky=1)
         for i, (seconds, failing, _, draw_s) in enumerate(kinds)
     ]
     weights = {shop.name: kind[2] for shop, kind in zip(shops, kinds, strict=True)}
@@ -349,12 +353,23 @@ def test_each_reason_of_a_failed_rollout_is_told_once() -> None:
     assert told == [{"reason": "no answer"}]
 
 
-def test_a_run_of_which_no_group_can_be_used_ends_with_the_reason() -> None:
+def test_a_run_whose_first_groups_fail_for_one_reason_ends_with_it_at_once() -> None:
+    async def main() -> None:
+        buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=20)
+        shop = Workshop("broken", 1.0, failing=1.0, buffer=buffer)
+        await Orchestrator([shop], {"broken": 1.0}, buffer).run()
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run_virtual(main())
+    assert "of the first 8 groups, all for one reason: no answer" in str(raised.value.exceptions[0])
+
+
+def test_a_run_of_which_no_later_group_can_be_used_ends_with_the_reason() -> None:
     told: list[dict[str, object]] = []
 
     async def main() -> None:
         buffer = Buffer.in_memory(RunMeta(4, "train", 6, 1), max_running=20)
-        shop = Workshop("broken", 1.0, failing=1.0, buffer=buffer)
+        shop = Workshop("broken", 1.0, failing=1.0, lucky=1, buffer=buffer)
         async with asyncio.timeout(3600):
             await Orchestrator([shop], {"broken": 1.0}, buffer, on_event=noted("groups_unusable", told)).run()
 

@@ -1,10 +1,15 @@
 """A run that cannot learn says so."""
 
+import random
 from collections.abc import Sequence
 
-from shoal.run.result import Learning
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.run.learning import STEPS, Collapse, Learning
 from shoal.trainer.advantage import turn_returns
-from shoal.types import Group, Message, Reward, Role, Rollout, Task
+from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
 EQUAL, DIFFERENT = (0.0, 0.0), (0.0, 1.0)
 
@@ -21,11 +26,12 @@ def step(*groups: Sequence[float]) -> list[Group]:
     ]
 
 
-def test_twenty_steps_without_a_difference_are_told_with_answers_and_again_after_twenty_more() -> None:
+def test_twenty_steps_without_a_difference_are_told_once_with_answers_and_with_what_to_set() -> None:
     learning = Learning(turn_returns, within_groups=True)
     told = [learning.stepped(step(EQUAL, EQUAL)) for _ in range(40)]
-    assert [i for i, now in enumerate(told) if now] == [19, 39]
+    assert [i for i, now in enumerate(told) if now] == [19]
     assert learning.warning.startswith("no group of the last 40 steps had differing rewards")
+    assert "set tasks.params to easier questions" in learning.warning
     assert "'said 0' (reward 0)" in learning.warning
 
 
@@ -68,3 +74,35 @@ def test_groups_that_are_compared_with_one_another_teach_when_they_differ_from_o
     learning = Learning(turn_returns, within_groups=True)
     learning.stepped(step((0.0,), (1.0,)))
     assert learning.warning != ""
+
+
+def test_what_to_set_follows_from_the_answers_that_taught_nothing() -> None:
+    right, cut = Learning(turn_returns, within_groups=True), Learning(turn_returns, within_groups=True)
+    right.stepped(step((1.0, 1.0)))
+    assert "harder questions" in right.warning
+    turn = Turn((1,), Completion((2,), (-1.0,), (0,), FinishReason.LENGTH))
+    rollouts = tuple(Rollout(f"r{i}", (), (turn,), Reward(0.0)) for i in range(2))
+    cut.stepped([Group("g", Task("t", "s", ()), rollouts, 0)])
+    assert "set rollout.max_tokens higher" in cut.warning
+
+
+def told_at(rewards: Sequence[float]) -> list[int]:
+    """Steps, from 0, whose mean reward is told to have collapsed."""
+    watcher = Collapse(lr=1e-4)
+    return [i for i, reward in enumerate(rewards) if watcher.stepped(reward)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 100.0])
+@pytest.mark.parametrize("base", [0.0, -5.0])
+def test_a_reward_that_falls_far_below_its_best_is_told_once(scale: float, base: float) -> None:
+    dice = random.Random(0)
+    noise = [scale * (0.05 * dice.random()) for _ in range(200)]
+    rewards = [base + scale * (0.8 if 30 < i < 100 else 0.1) + one for i, one in enumerate(noise)]
+    (step,) = told_at([base, *rewards])
+    assert 100 < step <= 100 + STEPS
+
+
+@given(seed=st.integers(0, 10**6), share=st.floats(0, 1), rows=st.sampled_from([4, 8, 64]))
+def test_a_reward_that_only_varies_by_chance_is_not_told(seed: int, share: float, rows: int) -> None:
+    dice = random.Random(seed)
+    assert told_at([sum(dice.random() < share for _ in range(rows)) / rows for _ in range(150)]) == []

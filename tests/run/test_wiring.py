@@ -23,10 +23,10 @@ from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.assemble import orchestrator, playing
 from shoal.run.dynamic_sampling import UNINFORMATIVE
+from shoal.run.learning import STEPS as WARNED_STEPS
+from shoal.run.learning import Learning
 from shoal.run.loop import TrainLoop
 from shoal.run.prepared import sampling_of
-from shoal.run.result import STEPS as WARNED_STEPS
-from shoal.run.result import Learning
 from shoal.run.rewards import own_scorer
 from shoal.run.run_dir import run_meta
 from shoal.tasks.sdk import Definition

@@ -17,6 +17,7 @@ from shoal.config.credentials import masked, restored
 from shoal.config.presets import set_preset
 from shoal.config.section import Section as Section
 from shoal.config.settings import EMBEDDED
+from shoal.config.settings import QUESTIONS as QUESTIONS
 from shoal.config.settings import Config as Config
 from shoal.config.settings import EngineConfig as EngineConfig
 from shoal.config.settings import MetricsConfig as MetricsConfig

@@ -23,6 +23,8 @@ EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums")
 """Models that come with Shoal."""
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
+QUESTIONS, FEWEST, EVAL_SHARE = 128, 8, 0.25
+"""Held-out questions where `eval.questions` is unset: at most, at least, and their answers' share of the trained."""
 SERVED = ("params", "scorer", "eval_share", "system_prompt", "rewrite")
 """Settings of a task that the process of a remote one has in place of the run."""
 
@@ -142,7 +144,12 @@ class EvalConfig(Section):
     """Held-out questions."""
 
     every_steps: int = Field(20, ge=0, description="Steps between evaluations; 0 evaluates only before and after.")
-    questions: int = Field(128, ge=1, description="Held-out questions, spread over the tasks by weight.")
+    questions: int | None = Field(
+        None,
+        ge=1,
+        description="Held-out questions, spread over the tasks by weight; when unset 128, but fewer (8 at least) where "
+        "their answers would be more than a quarter of those trained between two evaluations.",
+    )
     samples: int = Field(1, ge=1, description="Sampled answers to each; with 2 or more there is a pass@k.")
 
 
@@ -152,7 +159,12 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         False, description="Whether the next step goes on while a copy of weights and moments is written."
     )
-    every_steps: int = Field(25, ge=1, description="Steps between checkpoints; the log replays later steps.")
+    every_steps: int = Field(
+        25,
+        ge=1,
+        description="Steps between checkpoints, and fewer where they take over 2 minutes and 20 times as long as "
+        "saving; the log replays later steps.",
+    )
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
     backup: str = Field("", description="Folder or URL to which log and checkpoints are copied; empty is off.")
     backup_s: float = Field(60.0, gt=0, description="Seconds between two copies: what may be lost with the host.")
@@ -222,6 +234,13 @@ class Config(Section):
         loss = {"sft": {"loss": "positive_only"}, "dpo": {"loss": "dpo"}, "rl": {}}[stage.kind]
         tree["train"] = {**tree.get("train", {}), **loss, **stage.train}
         return Config.model_validate({**tree, "run_dir": f"{self.run_dir}/stages/{index}-{stage.kind}"})
+
+    @property
+    def held_out_questions(self) -> int:
+        """Number of held-out questions of a run: as set, or within a share of what it trains between evaluations."""
+        train, steps = self.train, min(self.eval.every_steps or self.train.steps, self.train.steps)
+        answers = EVAL_SHARE * steps * train.groups_per_step * self.rollout.group_size
+        return self.eval.questions or int(min(max(answers / (self.eval.samples + 1), FEWEST), QUESTIONS))
 
     @property
     def services_at(self) -> tuple[str, int] | None:

@@ -22,7 +22,9 @@ from shoal.errors import ConfigError, RunDirError, without_credentials
 from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker, tensorboard_tracker
 from shoal.trainer.messages import STATS_MEANINGS
 
-WARNINGS = frozenset({"rollout_failed", "groups_unusable", "cannot_learn", "standstill"})
+WARNINGS = frozenset(
+    {"rollout_failed", "groups_unusable", "cannot_learn", "standstill", "reward_collapsed", "evaluation_costs"}
+)
 """Events that say why nothing is learned."""
 Record: TypeAlias = Mapping[str, float | str | None]
 _record_decoder = msgspec.json.Decoder(dict[str, int | float | str | None])

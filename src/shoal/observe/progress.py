@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARKLINE_WIDTH = 40
+RULE = "!" * 80
 SWARM_TEXTS = {"peers": "peers, ", "external": "of their groups, ", "offers_shared": "shared"}
 """Words after numbers of a step in a swarm."""
 
@@ -110,7 +111,8 @@ class LiveProgress:
             line = f"  {_answer_text(record)}"
         else:
             line = self._event = event_text(record)
-            self._warning = line if record.get("name") in WARNINGS else self._warning
+            if record.get("name") in WARNINGS:
+                self._warning, line = line, f"{RULE}\nWARNING: {line}\n{RULE}"
         if self._live is not None:
             self._live.refresh()
         elif kind != "step" or self._is_due(record):

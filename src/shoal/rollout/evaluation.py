@@ -8,6 +8,7 @@ from math import nan
 from statistics import fmean
 
 from shoal.interfaces import Purpose, Runner
+from shoal.rollout.first_failures import FirstFailures
 from shoal.types import RewardStatus, Role, Rollout, Task
 
 CORRECT = 1.0 - 1e-9
@@ -60,16 +61,28 @@ class Evaluation:
         return [_shown(number, *sampled[index]) for number, index in enumerate(chosen)]
 
 
-async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1) -> Evaluation:
-    """Runs `samples` rollouts of each task sampled as in training, then one greedy."""
+async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1, *, first: bool = False) -> Evaluation:
+    """Runs `samples` rollouts of each task sampled as in training, then one greedy.
+
+    The `first` evaluation of a run raises `TaskError` when its first questions all fail for one reason.
+    """
+    failures = FirstFailures("held-out questions") if first else None
+
+    async def rollouts_of(task: Task, n: int, purpose: Purpose) -> tuple[Rollout, ...]:
+        rollouts = await runner.rollouts(task, n, purpose)
+        if failures is not None:
+            failures.ended(rollouts)
+        return rollouts
+
     values: dict[str, float] = {}
     unscored: Counter[str] = Counter()
     every_rollout: list[tuple[Task, Purpose, tuple[Rollout, ...]]] = []
     for name, purpose, n in (("sampled", Purpose.SAMPLED, samples), ("greedy", Purpose.GREEDY, 1)):
         marks: dict[str, list[float]] = defaultdict(list)
         best: list[float] = []
-        answered = await asyncio.gather(*(runner.rollouts(task, n, purpose) for task in tasks))
-        for task, rollouts in zip(tasks, answered, strict=True):
+        async with asyncio.TaskGroup() as group:
+            answering = [group.create_task(rollouts_of(task, n, purpose)) for task in tasks]
+        for task, rollouts in zip(tasks, (one.result() for one in answering), strict=True):
             own = [rollout.reward.value for rollout in rollouts if rollout.reward.status is _SCORED]
             marks[task.service] += own
             best += [max(own)] if own else []

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from shoal.errors import TaskError
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import Environment
+from shoal.rollout.first_failures import FirstFailures
 from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.ratios import Quotas
 from shoal.tasks.remote_server import NO_PROCESS, TaskServer
@@ -135,6 +136,7 @@ class Orchestrator:
         self._on_event = on_event
         self._seen: set[str] = set()
         self._unusable: Counter[str] = Counter()  # by reason, since the last usable group
+        self._first = FirstFailures("groups")
         self._adjuster = adjuster
         consumed = {name: buffer.counts[name].consumed for name in self._sources}
         window = buffer.gate.budget - sum(consumed.values())
@@ -230,6 +232,8 @@ class Orchestrator:
             self._adjuster.finished(source.name, informative=len(rewards) > 1, tokens=tokens)
         reasons = [rollout.reason for rollout in group.rollouts if rollout.status is RolloutStatus.FAILED]
         self._tell_new(reasons)
+        if source.health is None:
+            self._first.ended(rollouts)
         if usable:
             self._unusable.clear()
         else:

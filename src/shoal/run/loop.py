@@ -22,7 +22,7 @@ from statistics import fmean
 from shoal.config import Config
 from shoal.engine import canary
 from shoal.experience import checkpoint
-from shoal.experience.buffer import STALE, Buffer
+from shoal.experience.buffer import Buffer
 from shoal.experience.held_out import HeldOutAnswer, write_answers
 from shoal.experience.schema import StepRecord
 from shoal.interfaces import Engine, EngineInfo, Runner, Swarm
@@ -31,9 +31,11 @@ from shoal.observe.token_files import TokensFiles
 from shoal.rollout.concurrency import Concurrency
 from shoal.rollout.evaluation import evaluation
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.dynamic_sampling import UNINFORMATIVE, informative_groups
+from shoal.run.dynamic_sampling import informative_groups
+from shoal.run.learning import Collapse, Learning, was_cut
+from shoal.run.pacing import CheckpointDue, EvaluationCost
 from shoal.run.prepared import version_file
-from shoal.run.result import Learning, RunTotals, scorer_values, stats_values, task_values, was_cut
+from shoal.run.result import RunTotals, lost_groups, scorer_values, stats_values, task_values
 from shoal.run.teacher import TextTeacher
 from shoal.swarm.external import external_rows
 from shoal.trainer.advantage import is_informative, mask_tokens, returns_of, step_samples
@@ -95,24 +97,29 @@ class TrainLoop:
         self._held_back: list[bool] = []  # at each look since the step before
         self._waited_s: dict[str, float] = defaultdict(float)  # by name of metrics, since the step before
         self._recorded_s = time.monotonic()
-        self._counted = self._counts()
+        self._counted = lost_groups(parts.buffer)
+        self._collapse = Collapse(parts.config.train.lr)
+        self._checkpoint_due = CheckpointDue(parts.config.checkpoint.every_steps)
+        self._evaluation_cost = EvaluationCost(parts.config.held_out_questions)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Trains the remaining steps, then waits until engines have loaded the last Version."""
         train = self._config.train
-        self._busy_s, self._recorded_s = 0.0, time.monotonic()  # what came before belongs to no step
-        self._waited_s.clear()
+        self._busy_s, self._recorded_s, every = 0.0, time.monotonic(), self._config.eval.every_steps
+        self._waited_s.clear()  # what came before belongs to no step
+        self._evaluation_cost.begin()
         for step in range(self.first_step, train.steps):
             last = step == train.steps - 1
             await self._step(step, new_version=last or (step + 1) % train.push_every == 0)
-            await self._seal(tasks)  # the checkpoint of the step before
-            if last or (step + 1) % self._config.checkpoint.every_steps == 0:
+            await self._seal(tasks)  # of the step before
+            if last or self._checkpoint_due.after(step):
                 await self._save(step)
                 if last or not self._config.checkpoint.asynchronous:
                     await self._seal(tasks)
-            every = self._config.eval.every_steps
-            if every and not last and (step + 1) % every == 0 and (self._evaluation is None or self._evaluation.done()):
-                self._evaluation = tasks.create_task(self.evaluate(step + 1), name="evaluation")
+            if last or (every and (step + 1) % every == 0):
+                self._warn("evaluation_costs", step, self._evaluation_cost.trained(every or train.steps))
+                if not last and (self._evaluation is None or self._evaluation.done()):
+                    self._evaluation = tasks.create_task(self.evaluate(step + 1), name="evaluation")
         for beside in (self._evaluation, self._archiving):
             if beside is not None:
                 await beside
@@ -156,7 +163,9 @@ class TrainLoop:
 
     async def evaluate(self, steps_done: int) -> None:
         """Answers held-out questions, sampled as in training and greedy."""
-        evaluated = await evaluation(self._parts.eval_tasks, self._parts.runner, self._config.eval.samples)
+        began_s, first = time.monotonic(), not self.totals.evals
+        evaluated = await evaluation(self._parts.eval_tasks, self._parts.runner, self._config.eval.samples, first=first)
+        self._evaluation_cost.evaluation_s = time.monotonic() - began_s
         answers = [
             HeldOutAnswer.of(steps_done, task, purpose, position, rollout)
             for task, purpose, rollouts in evaluated.rollouts
@@ -204,8 +213,7 @@ class TrainLoop:
             await self._parts.trainer.write_version(None)
 
     async def _step(self, step: int, *, new_version: bool) -> None:
-        parts, version = self._parts, self.version
-        train = self._config.train
+        parts, version, train = self._parts, self.version, self._config.train
         take = informative_groups if train.dynamic_sampling else Buffer.take
         places = parts.swarm.choose() if parts.swarm else 0
         parts.buffer.gate.fill(places)
@@ -217,14 +225,13 @@ class TrainLoop:
         groups, external = taking.result(), encoding.result()
         rows, late_tokens = await self._rows([*groups, *external], version)
         after = version + 1 if new_version else version
-        ids = [group.id for group in groups]
         with self._waiting("train_s"):
             async with asyncio.TaskGroup() as both:
-                recorded = both.create_task(
-                    parts.buffer.consumed(step, version, ids, version_after=after, external=external, rows=rows)
-                )
-                file = self._tokens_files.wanted(step + 1, list(rows))
-                training = parts.trainer.step(list(rows.values()), version, step % train.push_every, tokens_file=file)
+                ids = [group.id for group in groups]
+                recording = parts.buffer.consumed(step, version, ids, version_after=after, external=external, rows=rows)
+                recorded = both.create_task(recording)
+                file, taught = self._tokens_files.wanted(step + 1, list(rows)), list(rows.values())
+                training = parts.trainer.step(taught, version, step % train.push_every, tokens_file=file)
                 trained = both.create_task(training)
         assert recorded.done()
         await asyncio.to_thread(self._tokens_files.prune)
@@ -244,7 +251,13 @@ class TrainLoop:
             values |= parts.swarm.stepped(groups, external)
         parts.trackers.log(step + 1, values)
         if self.learning.stepped([*groups, *external]):
-            parts.trackers.log_event("cannot_learn", step=step + 1, reason=self.learning.warning)
+            self._warn("cannot_learn", step, self.learning.warning)
+        self._warn("reward_collapsed", step, self._collapse.stepped(self.totals.rewards[-1]))
+
+    def _warn(self, name: str, step: int, reason: str) -> None:
+        """Records a warning as an event of the step, if there is one."""
+        if reason:
+            self._parts.trackers.log_event(name, step=step + 1, reason=reason)
 
     @contextmanager
     def _waiting(self, name: str) -> Iterator[None]:
@@ -312,11 +325,13 @@ class TrainLoop:
 
     async def _save(self, step: int) -> None:
         """Has the trainer save its state after `step`, which `_seal` makes a checkpoint."""
+        began_s = time.monotonic()
         with self._waiting("save_s"):
             directory = await asyncio.to_thread(checkpoint.begin, self._parts.run_dir, step)
             later = self._config.checkpoint.asynchronous
             self._busy_s += await self._parts.trainer.save(directory, later=later)
             self._saved = step
+        self._checkpoint_due.saved(time.monotonic() - began_s)
 
     async def _seal(self, tasks: asyncio.TaskGroup) -> None:
         """Seals the saved files, if there are some, after the log, which must know every step of a checkpoint."""
@@ -351,7 +366,7 @@ class TrainLoop:
         self.totals.samples += len(finished)
         self.totals.staleness_max = max(self.totals.staleness_max, *staleness)
         self.totals.rewards.append(reward)
-        counted = self._counts()
+        counted = lost_groups(self._parts.buffer)
         gate = self._parts.buffer.gate
         engine_shares = self._engine_shares or [self._engine_info.busy_share if self._engine_info else 0.0]
         values = {
@@ -383,15 +398,3 @@ class TrainLoop:
         self._busy_s, self._recorded_s, self._engine_shares, self._held_back = 0.0, now, [], []
         self._waited_s.clear()
         return values
-
-    def _counts(self) -> dict[str, int]:
-        """Groups lost so far, by cause."""
-        counts, wasted = self._parts.buffer.counts, self._parts.buffer.wasted_tokens
-        return {
-            "wasted_tokens": wasted.total(),
-            **{f"wasted_tokens/{name}": count for name, count in wasted.items()},
-            **{f"dropped_late/{name}": task.dropped[STALE] for name, task in counts.items()},
-            "dropped_late": sum(task.dropped[STALE] for task in counts.values()),
-            "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts.values()),
-            "failed": sum(task.failed.total() for task in counts.values()),
-        }

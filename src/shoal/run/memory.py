@@ -42,7 +42,7 @@ def _engine(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]])
     number_bytes, sizes = BYTES[config.model.dtype], sizes_of(prepared.model_dir)
     row_bytes = sizes.kv_numbers_per_token * number_bytes * longest_row(config, prepared)
     running = min(config.engine.max_running, _rows(config) * (config.asynchrony.max_staleness + 1))
-    answers = 2 * config.eval.questions + _rows(config) * config.train.steps
+    answers = 2 * config.held_out_questions + _rows(config) * config.train.steps
     whole = version_file(config) == FILE
     adapted = _adapted(config, shapes)
     by_hand = sizes.model_type in OWN_FORWARD and not prepared.devices.engines

@@ -1,24 +1,22 @@
-"""The result of a run and of its steps: figures, sums over the steps, and a warning when the run cannot learn."""
+"""The result of a run and of its steps: figures, and sums over the steps."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf, nan
 from pathlib import Path
 from statistics import fmean
 
+from shoal.experience.buffer import STALE, Buffer
 from shoal.interfaces import Scorer
 from shoal.observe.metrics import Record, number
 from shoal.reward.service import FULL, BinaryScorer, RewardService
+from shoal.run.dynamic_sampling import UNINFORMATIVE
 from shoal.tasks.remote_environment import EnvironmentScorer
-from shoal.trainer.advantage import is_informative
 from shoal.trainer.messages import RATIO_BOUNDS, STATS_MEANINGS, StepStats
-from shoal.types import FinishReason, Group, Role, Rollout
+from shoal.types import Group
 
 EVALS = ("sampled", "greedy", "sampled_reward", "greedy_reward")
-STEPS = 20
-"""Uninformative steps in a row after which the warning is given, and again after each as many."""
-SHOWN, SHOWN_CHARACTERS = 3, 80
 RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
 
 
@@ -110,61 +108,6 @@ def _known(record: Record, name: str) -> float:
     return float(value) if isinstance(value, int | float) else nan
 
 
-@dataclass(slots=True)
-class Learning:
-    """Counter of consecutive steps whose rewards compare nothing, so that their gradient is zero."""
-
-    returns: Callable[[Rollout], list[float]]
-    within_groups: bool
-    """True if rewards are compared within each group, rather than over the step."""
-    steps: int = 0
-    """Steps of this process."""
-    useless: int = 0
-    """Uninformative steps in a row, up to now."""
-    shown: str = ""
-
-    def stepped(self, groups: Sequence[Group]) -> bool:
-        """Counts one trained step; returns True when `warning` is due."""
-        self.steps += 1
-        if self._teaches(groups):
-            self.useless = 0
-            return False
-        self.useless += 1
-        self.shown = _shown(groups)
-        return self.useless % STEPS == 0
-
-    @property
-    def warning(self) -> str:
-        """Warning that the last steps taught nothing; empty otherwise."""
-        if not self.useless or self.useless < min(STEPS, self.steps):
-            return ""
-        return f"no group of the last {self.useless} steps had differing rewards, so they taught nothing; {self.shown}"
-
-    def _teaches(self, groups: Sequence[Group]) -> bool:
-        if self.within_groups:
-            return any(is_informative(group, self.returns) for group in groups)
-        returns = [self.returns(rollout) for group in groups for rollout in group.finished]
-        return any(one != returns[0] for one in returns)
-
-
-def _shown(groups: Sequence[Group]) -> str:
-    """Quotes some answers with their rewards, which mostly show the cause."""
-    rollouts = [rollout for group in groups for rollout in group.finished]
-    chosen = rollouts[:: max(1, len(rollouts) // SHOWN)][:SHOWN]
-    return "some answers: " + ", ".join(f"{_last_answer(one)} (reward {one.reward.value:g})" for one in chosen)
-
-
-def _last_answer(rollout: Rollout) -> str:
-    """Quotes a rollout's last answer, cut off at the end."""
-    answer = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
-    return repr(answer if len(answer) <= SHOWN_CHARACTERS else f"{answer[:SHOWN_CHARACTERS]}...")
-
-
-def was_cut(rollout: Rollout) -> bool:
-    """Whether the last answer used up its tokens."""
-    return bool(rollout.turns) and rollout.turns[-1].completion.finish_reason is FinishReason.LENGTH
-
-
 def stats_values(stats: StepStats) -> dict[str, float]:
     """Metrics of the trainer's part of a step."""
     measured = asdict(stats)
@@ -179,6 +122,19 @@ def scorer_values(scorer: Scorer) -> Mapping[str, float]:
     inner = scorer.scorer if isinstance(scorer, BinaryScorer) else scorer
     inner = inner.others if isinstance(inner, EnvironmentScorer) else inner
     return inner.values if isinstance(inner, RewardService) else {}
+
+
+def lost_groups(buffer: Buffer) -> dict[str, int]:
+    """Groups lost so far, and the tokens of those, by cause."""
+    counts, wasted = buffer.counts, buffer.wasted_tokens
+    return {
+        "wasted_tokens": wasted.total(),
+        **{f"wasted_tokens/{name}": count for name, count in wasted.items()},
+        **{f"dropped_late/{name}": task.dropped[STALE] for name, task in counts.items()},
+        "dropped_late": sum(task.dropped[STALE] for task in counts.values()),
+        "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts.values()),
+        "failed": sum(task.failed.total() for task in counts.values()),
+    }
 
 
 def task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 
 from shoal.cluster.gang import RankLost
-from shoal.config import Config
+from shoal.config import QUESTIONS, Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Scorer, WholeExchange
@@ -82,12 +82,12 @@ def run_evaluation(config: Config) -> dict[str, object]:
 
 
 async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
-    tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
+    tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions or QUESTIONS)]
     async with (
         serving(config, prepared, folder) as (engine, single_turn),
         playing(config, prepared, engine, single_turn) as runner,
     ):
-        evaluated = await evaluation(tasks, runner)
+        evaluated = await evaluation(tasks, runner, first=True)
     why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}
     return {**evaluated.values, **why, "model": str(prepared.model_dir)}
 
@@ -135,7 +135,7 @@ async def train(
         trainer = TrainerProcess(ranks)
         trackers.stage("starting the trainer")
         await trainer.start(prepared.model_dir, config, threads.trainer)
-        eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
+        eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.held_out_questions)]
         node = await opened(
             swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None, exchange=exchange)
         )
