@@ -41,7 +41,7 @@ torchtitan: $(VENV)/dev-installed
 	SHOAL_TORCHTITAN="$(CURDIR)/$(TORCHTITAN)" $(BIN)/python -m pytest -v tests/trainer/test_train_torchtitan.py
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
-	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py
+	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py tests/sandbox/test_hostile_agents.py
 
 fuzz: $(VENV)/dev-installed
 	$(BIN)/python tests/support/fuzz_servers.py 100000

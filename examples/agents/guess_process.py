@@ -1,10 +1,10 @@
 """An agent as a program: whatever it is written in, it finds the model in its environment.
 
     [[tasks]]
-    agent = ["python", "examples/agents/guess_process.py"]
+    agent = { run = ["python", "examples/agents/guess_process.py"], score = "agent" }
 
-The task comes as a line of JSON, the outcome goes to the descriptor that SHOAL_OUTCOME_FD names. Nothing here imports
-Shoal.
+The task comes as a line of JSON, the outcome goes to the descriptor that SHOAL_OUTCOME_FD names. It runs no command of
+the model, so it may say its own reward. Nothing here imports Shoal.
 """
 
 import json

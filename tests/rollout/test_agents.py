@@ -15,68 +15,20 @@ import openai
 import pytest
 
 from cancelled import LOOPS, Loop, left_by
-from chat_templates import renderer
-from gateway_engine import CONTEXT, ScriptedEngine
-from shoal.config import RewardConfig
+from played_agents import TASK, played
 from shoal.errors import ConfigError, TaskError
-from shoal.gateway.host import Host
-from shoal.interfaces import Model, Scorer
-from shoal.reward.service import RewardService
+from shoal.interfaces import Model
 from shoal.rollout.agents import clients
-from shoal.rollout.agents.clients import agent_of, command_play, function_play
-from shoal.rollout.agents.runner import AgentFailed, AgentRunner, Play
+from shoal.rollout.agents.clients import Named, agent_of, command_play, function_play
+from shoal.rollout.agents.runner import AgentFailed, Play
 from shoal.tasks.remote_worker import HttpModel
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.trainer.advantage import rows
-from shoal.types import Message, Outcome, Reward, Role, Rollout, RolloutStatus, Sampling, Task
+from shoal.types import Message, Outcome, Role, RolloutStatus, Task
 from until import until
 
 ROOT = Path(__file__).parents[2]
-TASK = Task("t/0", "t", (Message(Role.USER, "what is 2 + 3?"),), "5", '{"scorer": "number"}')
 GAME = Task("g/0", "g", (Message(Role.USER, "10-16"),), "15", '{"info": {"low": 10, "high": 16, "number": 15}}')
-
-
-class Truth:
-    """Implements `interfaces.Scorer` without processes: 1 for an answer that ends in the truth."""
-
-    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        return [Reward(float(answer.endswith(str(task.answer)))) for answer in answers]
-
-
-def played(
-    playing: AbstractAsyncContextManager[Play],
-    *script: str | None,
-    task: Task = TASK,
-    timeout_s: float = 20.0,
-    n: int = 1,
-    max_model_len: int = CONTEXT,
-    delay_s: float = 0.0,
-    real_scorer: bool = False,
-    max_at_once: int | None = 32,
-) -> list[Rollout]:
-    """The rollouts of an agent at a scripted engine, over HTTP."""
-
-    async def main() -> list[Rollout]:
-        made = renderer("qwen3")
-        engine = ScriptedEngine(made, list(script), delay_s=delay_s)
-        hosting = Host.open(engine, made, max_model_len=max_model_len)
-        async with contextlib.AsyncExitStack() as stack:
-            scorer: Scorer = Truth()
-            if real_scorer:
-                scorer = await stack.enter_async_context(RewardService(RewardConfig()))
-            host = await stack.enter_async_context(hosting)
-            play = await stack.enter_async_context(playing)
-            runner = AgentRunner(
-                host, play, scorer, Sampling(200, seed=0), timeout_s=timeout_s, max_at_once=max_at_once
-            )
-            rollouts = list(await runner.rollouts(task, n))
-            assert len(host.gateway.sessions) == 0, "every session was ended"
-        drawn = sorted(len(completion.token_ids) for completion in engine.drawn)
-        kept = sorted(len(turn.completion.token_ids) for one in rollouts for turn in one.turns)
-        assert kept == drawn, "every drawn token is in exactly one turn"
-        return rollouts
-
-    return asyncio.run(main())
 
 
 async def ask_twice(task: Task, client: openai.AsyncOpenAI) -> str:
@@ -212,6 +164,25 @@ async def overflow_and_lose_the_world(task: Task, client: openai.AsyncOpenAI) ->
     raise EnvironmentFailed("the game server is gone")
 
 
+async def lose_the_world_by_an_overflow(client: openai.AsyncOpenAI, lost: Exception) -> None:
+    await overflowed(client)
+    try:
+        await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go on " * 400}])
+    except openai.BadRequestError as error:
+        raise lost from error
+
+
+async def overflow_and_lose_a_file(task: Task, client: openai.AsyncOpenAI) -> None:
+    await lose_the_world_by_an_overflow(client, ConnectionError("the game server is gone"))
+
+
+async def overflow_and_lose_the_world_inside(task: Task, client: openai.AsyncOpenAI) -> None:
+    try:
+        await lose_the_world_by_an_overflow(client, EnvironmentFailed("the game server is gone"))
+    except EnvironmentFailed as error:
+        raise RuntimeError("no game") from error
+
+
 async def overflow_and_hang(task: Task, client: openai.AsyncOpenAI) -> None:
     await overflowed(client)
     await asyncio.sleep(60)
@@ -223,6 +194,8 @@ async def overflow_and_hang(task: Task, client: openai.AsyncOpenAI) -> None:
         (compact_and_crash, "agent: KeyError: 'my own fault' (test_agents.py:"),
         (overflow_and_crash, "agent: KeyError: 'my own fault' (test_agents.py:"),
         (overflow_and_lose_the_world, "environment: the game server is gone"),
+        (overflow_and_lose_a_file, "agent: ConnectionError: the game server is gone"),
+        (overflow_and_lose_the_world_inside, "agent: RuntimeError: no game"),
         (overflow_and_hang, "deadline: "),
     ],
 )
@@ -230,6 +203,15 @@ def test_what_fails_after_a_full_context_is_a_failure_with_its_own_reason(agent:
     (rollout,) = played(function_play(agent), max_model_len=400, timeout_s=1.5)
     assert (rollout.status, rollout.reward.status) == (RolloutStatus.FAILED, "failed")
     assert rollout.reason.startswith(reason)
+
+
+async def overflow_in_other_words(task: Task, client: openai.AsyncOpenAI) -> None:
+    await lose_the_world_by_an_overflow(client, RuntimeError("the model refused"))
+
+
+def test_an_error_raised_from_a_full_context_is_a_full_context() -> None:
+    (rollout,) = played(function_play(overflow_in_other_words), max_model_len=400)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.0)
 
 
 async def compact_and_answer(task: Task, client: openai.AsyncOpenAI) -> float:
@@ -324,7 +306,7 @@ def test_a_task_that_nothing_can_score_fails_its_rollouts_and_not_the_run() -> N
 
 
 def command(source: str, env: Sequence[str] = ()) -> AbstractAsyncContextManager[Play]:
-    return command_play((sys.executable, "-c", source), env)
+    return command_play(Named([sys.executable, "-c", source], env=list(env), score="agent"))
 
 
 ASK = """
@@ -429,7 +411,7 @@ def test_a_cancelled_rollout_leaves_no_command(loop: Loop, cancels: int) -> None
 
 def test_without_a_namespace_the_supervisor_adopts_and_kills_daemons(tmp_path: Path) -> None:
     unprivileged = ("setpriv", "--bounding-set=-sys_admin") if os.geteuid() == 0 else ()
-    supervisor = (*unprivileged, *clients.SUPERVISOR, str(os.getpid()))
+    supervisor = (*unprivileged, *clients.SUPERVISOR, str(os.getpid()), "")
     waits = "touch FOLDER/$$; while :; do sleep 1; done".replace("FOLDER", str(tmp_path))
 
     async def main() -> None:
@@ -444,7 +426,7 @@ def test_without_a_namespace_the_supervisor_adopts_and_kills_daemons(tmp_path: P
 
 
 def test_a_command_that_cannot_be_started_is_a_reason() -> None:
-    (rollout,) = played(command_play(("/no/such/program",)))
+    (rollout,) = played(command_play(Named(["/no/such/program"])))
     assert "cannot be started" in rollout.reason
 
 
@@ -456,10 +438,10 @@ GUESSES = ("13", "I say 15")
     [
         "examples.agents.guess_openai:guess",
         "examples.agents.framework:guess",
-        [sys.executable, str(ROOT / "examples/agents/guess_process.py")],
+        {"run": [sys.executable, str(ROOT / "examples/agents/guess_process.py")], "score": "agent"},
     ],
 )
-def test_the_three_examples_play_the_same_game(named: str | Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_three_examples_play_the_same_game(named: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     (rollout,) = played(agent_of(named).play(), *GUESSES, task=GAME, timeout_s=60)
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0), rollout.reason
@@ -476,8 +458,18 @@ def test_a_framework_s_own_tools_are_called_in_the_format_of_the_template(monkey
     assert len(rows(rollout, 1.0)) == 1
 
 
+REFUSED: list[dict[str, object]] = [
+    {"run": ["true"], "score": "model"},
+    {"run": ["true"], "score": "agent", "answer_file": "answer.txt"},
+    {"run": ["true"], "score": "agent", "reads": ["/usr"]},
+    {"run": ["true"], "reads": ["/no/such/folder"]},
+    {"run": ["true"], "answer_file": "../answer.txt"},
+    {"run": "json:dumps", "score": "agent"},
+]
+
+
 @pytest.mark.parametrize(
-    "named", ["json", "json:nothing", "json:dumps", "no_such:f", {"run": [], "timeout_s": 1}, {"walk": "a:b"}]
+    "named", ["json", "json:nothing", "json:dumps", "no_such:f", {"run": [], "timeout_s": 1}, {"walk": "a:b"}, *REFUSED]
 )
 def test_an_agent_that_cannot_be_found_is_refused_before_the_run(named: Any) -> None:
     with pytest.raises((ConfigError, TaskError), match="agent: "):

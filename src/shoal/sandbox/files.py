@@ -64,16 +64,16 @@ def landlock_version() -> int:
         return 0
 
 
-def restrict(readable: list[str], folder: str) -> None:
+def restrict(readable: list[str], folder: str, *, network: bool = False) -> None:
     """Restricts access to readable paths, the devices and, unless it is "", a writable folder.
 
-    Raises `OSError`. Requires no_new_privs, and binds this process and its descendants.
+    TCP stays allowed with `network`. Raises `OSError`. Requires no_new_privs, and binds all descendants as well.
     """
     version = landlock_version()
     if version < OLDEST:
         raise OSError(f"Landlock {OLDEST} (Linux 6.2) or newer is needed, the kernel has {version or 'none'}")
     known = (_TRUNCATE << 1) - 1 | (_DEVICE_IOCTL if version >= 5 else 0)
-    denied = (ctypes.c_uint64 * 3)(known, _NET if version >= 4 else 0, _SCOPES if version >= 6 else 0)
+    denied = (ctypes.c_uint64 * 3)(known, 0 if network or version < 4 else _NET, _SCOPES if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8  # an older kernel refuses what it does not know
     ruleset = kernel.syscall("landlock_create_ruleset", _LANDLOCK_CREATE, ctypes.byref(denied), size, 0)
     for path in readable:

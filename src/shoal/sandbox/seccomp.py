@@ -131,7 +131,8 @@ _CLONE = (56, 220)
 _KILL, _TGKILL = (62, 129), (234, 131)
 _SOCKETPAIR, _PRCTL, _FCNTL, _IOCTL, _PRLIMIT = (53, 199), (157, 167), (72, 25), (16, 29), (302, 261)
 _NEW_NAMESPACES, _THREAD = 0x7E02_0000, 0x0001_0000
-_AF_UNIX = 1
+_AF_UNIX, _AF_VSOCK = 1, 40
+_IO_URING = (425, 426, 427)
 _DENIED_PRCTL = (1, 0x59616D61)  # PR_SET_PDEATHSIG, PR_SET_PTRACER
 _DENIED_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to other processes by way of a file
 _DENIED_IOCTL = (0x5412, 0x541C, 0x8901, 0x8902)  # TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
@@ -151,14 +152,10 @@ def program_filter(machine: str, own_pid: int | None) -> bytes:
 
     Raises `ValueError` for a machine whose system calls are unknown here.
     """
-    if machine not in _ARCHITECTURES:
-        raise ValueError(f"expected {' or '.join(_ARCHITECTURES)}, got {machine}")
-    column, architecture = _ARCHITECTURES[machine]
+    column, code = _begin(machine)
     alone = own_pid is not None
     denied = [*_DENIED.values(), *(_DENIED_WITHOUT_MOUNTS.values() if alone else ())]
     numbers = sorted({*_DENIED_NEW, *(pair[column] for pair in denied if pair[column] >= 0)})
-    code = [_word(_LOAD, _ARCHITECTURE_AT), _jump(_EQUAL, architecture, 1, 0), _word(_RETURN, _KILL_PROCESS)]
-    code += [_word(_LOAD, _NUMBER_AT), _jump(_GREATER, NEWEST, 0, 1), _word(_RETURN, _MISSING)]
     code += _when(_CLONE3, [_word(_RETURN, _MISSING)])  # the filter cannot see its flags; libraries fall back to clone
     code += _when(_CLONE[column], _clone(alone=alone))
     code += _when(_SOCKETPAIR[column], _only(0, (_AF_UNIX,)))
@@ -171,6 +168,27 @@ def program_filter(machine: str, own_pid: int | None) -> bytes:
     for number in numbers:
         code += _when(number, [_word(_RETURN, _REFUSE)])
     return b"".join([*code, _word(_RETURN, _ALLOW)])
+
+
+def agent_filter(machine: str) -> bytes:
+    """Instructions of the filter for an agent with a network. Raises `ValueError` as `program_filter`.
+
+    Landlock does not restrict sockets with a path, which services of the machine have (containers, systemd).
+    """
+    column, code = _begin(machine)
+    code += _when(_DENIED["socket"][column], _only(0, (_AF_UNIX, _AF_VSOCK), found=_REFUSE, other=_ALLOW))
+    for number in _IO_URING:  # it makes sockets unseen
+        code += _when(number, [_word(_RETURN, _REFUSE)])
+    return b"".join([*code, _word(_RETURN, _ALLOW)])
+
+
+def _begin(machine: str) -> tuple[int, list[bytes]]:
+    """Column of a machine in the tables, and a filter's begin: known system calls of this machine alone go on."""
+    if machine not in _ARCHITECTURES:
+        raise ValueError(f"expected {' or '.join(_ARCHITECTURES)}, got {machine}")
+    column, architecture = _ARCHITECTURES[machine]
+    code = [_word(_LOAD, _ARCHITECTURE_AT), _jump(_EQUAL, architecture, 1, 0), _word(_RETURN, _KILL_PROCESS)]
+    return column, [*code, _word(_LOAD, _NUMBER_AT), _jump(_GREATER, NEWEST, 0, 1), _word(_RETURN, _MISSING)]
 
 
 def _word(code: int, value: int) -> bytes:

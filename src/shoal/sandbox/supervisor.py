@@ -50,7 +50,7 @@ def run_on(
         )
     try:
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(_work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
+            folder = stack.enter_context(work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
             files_fd = stack.enter_context(_memory_file("files", marshal.dumps(dict(program.all_files))))
             stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
             status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -77,7 +77,8 @@ def run_on(
 
 
 @contextlib.contextmanager
-def _work_folder() -> Iterator[str]:
+def work_folder() -> Iterator[str]:
+    """An empty folder of this machine for what others wrote, removed at the end however deep it became."""
     outer = os.path.realpath(tempfile.mkdtemp(prefix="shoal-"))
     work = os.path.join(outer, "work")
     os.mkdir(work)

@@ -4,23 +4,27 @@
     ["python", "a.py"]    a command, run once for each rollout: the session is in its environment, the task its input
 
 A function says at its end what came of it: nothing or a text (scored as the task says; nothing stands for the newest
-answer), a number (the reward), or an `Outcome`. A command writes an outcome, a JSON object, to the descriptor whose
-number is in `SHOAL_OUTCOME_FD`, or nothing; what it prints is never read as one, because the model may have said it.
+answer), a number (the reward), or an `Outcome`.
+
+A command may run commands of the model. So the task's scorer judges it after its processes have ended, and a box keeps
+them from all else (`box`). With `score = "agent"` the user states that it runs none. It then writes an outcome, a JSON
+object, to the descriptor whose number is in `SHOAL_OUTCOME_FD`, or nothing. No reward is read from standard output.
 """
 
 import asyncio
 import contextlib
 import inspect
+import json
 import os
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING, TypeAlias
+from typing import IO, TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
@@ -30,7 +34,9 @@ from shoal.interfaces import Model
 from shoal.net.openai_client import close_clients, session_client
 from shoal.net.process import cores, ended, settled
 from shoal.plugins import own_code
+from shoal.rollout.agents import box
 from shoal.rollout.agents.runner import AgentFailed, Play
+from shoal.sandbox.supervisor import work_folder
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
 
@@ -42,6 +48,8 @@ AgentFunction: TypeAlias = "Callable[[Task, AsyncOpenAI], Awaitable[Outcome | st
 OUTCOME_FD = "SHOAL_OUTCOME_FD"
 """Variable of a command's environment: the number of the descriptor that takes its outcome."""
 MOST_OUTCOME_BYTES = 1 << 20
+MOST_ANSWER_BYTES = 4 << 20
+"""Bytes of an answer in a file; scorers take a million characters."""
 COMPLAINT_BYTES = 4096
 """Bytes of a command's standard error that are kept, the last ones of it."""
 PASSED = (
@@ -75,6 +83,12 @@ class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Number of rollouts at once; unset, commands have a few per core."""
     env: list[str] = []
     """Names of further variables that a command gets of the run's environment, besides `PASSED`."""
+    score: Literal["task", "agent"] = "task"
+    """The judge of a command: the task's scorer, or the command itself, which then must run no command of the model."""
+    answer_file: str = ""
+    """Name of the file of its folder in which a command leaves its answer; unset, the newest answer counts."""
+    reads: list[str] = []
+    """Further paths that a command scored by the task may read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,23 +105,40 @@ class Agent:
 def agent_of(named: object, field: str = "agent") -> Agent:
     """The agent that a configuration names in a setting. Raises `ConfigError` and `TaskError`."""
     try:
-        spec = msgspec.convert(named if isinstance(named, dict) else {"run": named}, Named)
+        spec = msgspec.convert(table := named if isinstance(named, dict) else {"run": named}, Named)
     except msgspec.ValidationError as error:
         raise TaskError(f"{field}: {table_complaint(error, Named)}") from None
     if not spec.run or spec.timeout_s <= 0 or (spec.max_at_once is not None and spec.max_at_once < 1):
         raise TaskError(f"{field}: expected something to run, timeout_s > 0 and max_at_once >= 1, got {named}")
     if isinstance(spec.run, str):
+        if own := [name for name in ("env", "score", "answer_file", "reads") if name in table]:
+            raise TaskError(f"{field}: expected {own[0]} for a command only; a function returns its outcome")
         if find_spec("openai") is None:
             raise TaskError(f"{field}: expected the package openai; pip install 'shoal[agents]' brings it")
         if not inspect.iscoroutinefunction(found := own_code(field, spec.run)):
             raise TaskError(f"{field}: expected {spec.run!r} to be an async function of a task and a client")
         return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, found, spec.timeout_s))
-    if missing := [name for name in spec.env if name not in os.environ]:
-        raise TaskError(
-            f"{field}: expected the variable {missing[0]} in the environment, as env names it; it is not set"
-        )
+    if why := _why_no_command(spec):
+        raise TaskError(f"{field}: {why}")
     most = spec.max_at_once or PROCESSES_PER_CORE * cores()
-    return Agent(spec.timeout_s, most, partial(command_play, tuple(spec.run), spec.env))
+    return Agent(spec.timeout_s, most, partial(command_play, spec))
+
+
+def _why_no_command(spec: Named) -> str:
+    """Reason why the settings name no command for this machine; empty where they do."""
+    if missing := [name for name in spec.env if name not in os.environ]:
+        return f"expected the variable {missing[0]} in the environment, as env names it; it is not set"
+    if missing := [path for path in spec.reads if not os.path.exists(path)]:
+        return f"expected reads to name files and folders, and there is no {missing[0]}"
+    if os.path.basename(spec.answer_file) != spec.answer_file or spec.answer_file in (".", ".."):
+        return f"expected answer_file to be a name without folders, got {spec.answer_file!r}"
+    if spec.score == "agent":
+        return 'expected answer_file and reads with score = "task" only' if spec.answer_file or spec.reads else ""
+    why = box.why_not()
+    return why and (
+        f"this machine cannot keep the model's commands away from rewards: {why}. Use a machine that can, "
+        'or, where the command runs none of them, score = "agent"'
+    )
 
 
 @contextlib.asynccontextmanager
@@ -127,39 +158,67 @@ async def function_play(function: AgentFunction, timeout_s: float = TIMEOUT_S) -
 
 
 @contextlib.asynccontextmanager
-async def command_play(command: Sequence[str], env: Sequence[str] = ()) -> AsyncIterator[Play]:
+async def command_play(spec: Named) -> AsyncIterator[Play]:
     """Plays with a process for each rollout; nothing that it started outlives the rollout, see `supervisor`.
 
     The task is a line of its input, the session in its environment, which has `PASSED` and the variables `env` besides.
     """
+    assert not isinstance(spec.run, str)
+    command = box.absolute(spec.run)
 
-    async def play(task: Task, model: Model) -> Outcome:
-        with TemporaryFile() as asked, TemporaryFile() as written:
-            asked.write(msgspec.json.encode(task) + b"\n")
-            asked.seek(0)
-            starting = asyncio.ensure_future(
-                asyncio.create_subprocess_exec(
-                    *(*SUPERVISOR, str(os.getpid()), *command),
-                    stdin=asked,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    stderr=asyncio.subprocess.PIPE,
-                    env=_environment(model, env) | {OUTCOME_FD: str(written.fileno())},
-                    pass_fds=[written.fileno()],
-                    start_new_session=True,
-                )
-            )
-            try:
-                process = await settled(starting)
-                complaint = await _last_line(process.stderr)
-                code = await process.wait()
-            finally:
-                await _ended(starting)
-            if code:
-                how = f"signal {code - 128}" if code > 128 else f"code {code}"  # the supervisor ends as a shell does
-                raise AgentFailed(f"agent: its process ended with {how}{complaint}")
+    async def scored_by_itself(task: Task, model: Model) -> Outcome:
+        with TemporaryFile() as written:
+            environment = _environment(model, spec.env) | {OUTCOME_FD: str(written.fileno())}
+            await _run([str(os.getpid()), "", *spec.run], task, environment, written)
             return _outcome(os.pread(written.fileno(), MOST_OUTCOME_BYTES + 1, 0))
 
-    yield play
+    async def scored_by_the_task(task: Task, model: Model) -> Outcome:
+        stack = contextlib.ExitStack()
+        folder = stack.enter_context(work_folder())
+        try:
+            environment = _environment(model, spec.env)
+            words = json.dumps([box.readable(command, spec.reads, environment), folder])
+            environment |= {"HOME": folder, "TMPDIR": folder, "PWD": folder}
+            await _run([str(os.getpid()), words, *command], asked(task), environment)
+            left = box.answer_in(folder, spec.answer_file, MOST_ANSWER_BYTES) if spec.answer_file else None
+        finally:  # in a thread: the model decides how many files there are
+            await settled(asyncio.ensure_future(asyncio.to_thread(stack.close)))
+        return Outcome(answer=left)
+
+    yield scored_by_itself if spec.score == "agent" else scored_by_the_task
+
+
+def asked(task: Task) -> Task:
+    """The task as a command of the model may see it: without the truth, and of `info` the entry `agent` alone."""
+    info = {name: value for name, value in json.loads(task.info).items() if name == "agent"}
+    return replace(task, answer=None, info=json.dumps(info), receipt=None)
+
+
+async def _run(words: Sequence[str], task: Task, environment: dict[str, str], written: IO[bytes] | None = None) -> None:
+    """Runs the supervisor with `words` and returns after all that it started has ended. Raises `AgentFailed`."""
+    with TemporaryFile() as given:
+        given.write(msgspec.json.encode(task) + b"\n")
+        given.seek(0)
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                *(*SUPERVISOR, *words),
+                stdin=given,
+                stdout=asyncio.subprocess.DEVNULL,
+                stderr=asyncio.subprocess.PIPE,
+                env=environment,
+                pass_fds=[written.fileno()] if written else (),
+                start_new_session=True,
+            )
+        )
+        try:
+            process = await settled(starting)
+            complaint = await _last_line(process.stderr)
+            code = await process.wait()
+        finally:
+            await _ended(starting)
+        if code:
+            how = f"signal {code - 128}" if code > 128 else f"code {code}"  # the supervisor ends as a shell does
+            raise AgentFailed(f"agent: its process ended with {how}{complaint}")
 
 
 def _environment(model: Model, more: Sequence[str]) -> dict[str, str]:

@@ -147,8 +147,11 @@ class AgentRunner:
 
 
 def _is_overflow(error: BaseException | None) -> bool:
-    """True for the refusal of a conversation that is too long, and for errors raised from it."""
-    while error is not None:
+    """True for the refusal of a conversation that is too long, and for errors raised from it.
+
+    An error of the environment or of the system says by its type that it is none, whatever it was raised from.
+    """
+    while error is not None and not isinstance(error, EnvironmentFailed | OSError | EngineError):
         if isinstance(error, ContextOverflow) or getattr(error, "code", None) == OVERFLOW_CODE:
             return True
         error = error.__cause__

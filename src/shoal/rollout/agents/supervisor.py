@@ -1,7 +1,9 @@
 """Runs one agent's command and ends with its exit code, once nothing that it started is left.
 
-    python -m shoal.rollout.agents.supervisor PARENT_PID COMMAND ARGUMENTS...
+    python -m shoal.rollout.agents.supervisor PARENT_PID BOX COMMAND ARGUMENTS...
 
+BOX is empty for a command that says its own reward. Else the command runs the model's commands too, and BOX has, as
+JSON, the paths that they read and the folder in which they write.
 As root the command is the first process of a PID namespace, and the kernel ends the others with it. Elsewhere this
 process adopts what loses its parent (prctl(2), PR_SET_CHILD_SUBREAPER), and kills all its descendants: one that kills
 this process first can escape. On systems other than Linux a daemon can escape as well.
@@ -10,6 +12,7 @@ There is one such process for each rollout, so it imports little.
 """
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -19,7 +22,7 @@ from typing import NoReturn
 
 import psutil
 
-from shoal.sandbox import kernel
+from shoal.sandbox import files, kernel, seccomp
 
 PR_SET_CHILD_SUBREAPER, MS_NOEXEC = 36, 8
 CLONE_NEWNS, CLONE_NEWPID = 0x0002_0000, 0x2000_0000
@@ -46,7 +49,7 @@ def _become_keeper(parent: int) -> bool:
     return False
 
 
-def _run(command: Sequence[str], *, in_namespace: bool) -> NoReturn:
+def _run(command: Sequence[str], box: str, *, in_namespace: bool) -> NoReturn:
     """Becomes the command."""
     try:
         os.setsid()
@@ -60,11 +63,21 @@ def _run(command: Sequence[str], *, in_namespace: bool) -> NoReturn:
         for number in (signal.SIGPIPE, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        if box:
+            _enter(*json.loads(box))
         os.execvp(command[0], list(command))
     except OSError as error:
-        os.write(2, f"{command[0]!r} cannot be started: {error.strerror}\n".encode())
+        os.write(2, f"{command[0]!r} cannot be started: {error.strerror or error}\n".encode())
     finally:
         os._exit(CANNOT_BE_STARTED)
+
+
+def _enter(readable: list[str], folder: str) -> None:
+    """Puts this process and its descendants into the box of `box.readable`. Raises `OSError`."""
+    os.chdir(folder)
+    kernel.drop_capabilities()
+    files.restrict(readable, folder, network=True)
+    kernel.install_filter(seccomp.agent_filter(kernel.MACHINE))
 
 
 def _end_all(command: int) -> None:
@@ -80,14 +93,14 @@ def _end_all(command: int) -> None:
         psutil.wait_procs(left, timeout=POLL_S)
 
 
-def main(parent: int, command: Sequence[str]) -> int:
+def main(parent: int, box: str, command: Sequence[str]) -> int:
     """Runs the command; its exit code, or 128 and the signal that ended it."""
     in_namespace = _become_keeper(parent)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until there is something to end
     signal.signal(signal.SIGTERM, _asked_to_end)
     child = os.fork()
     if not child:
-        _run(command, in_namespace=in_namespace)
+        _run(command, box, in_namespace=in_namespace)
     try:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         while True:
@@ -101,4 +114,4 @@ def main(parent: int, command: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))

@@ -1,0 +1,59 @@
+"""Box of a command that runs the model's commands in its own process tree: what they can read and write.
+
+All of them share one folder, which goes with the rollout. They read the system's programs and what the settings name,
+and write nothing else. Landlock keeps them from the memory, descriptors and variables of all other processes.
+"""
+
+import os
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+
+from shoal.sandbox import files, kernel, seccomp
+from shoal.sandbox.command import installed_packages, outermost, visible
+
+_SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/etc", "/opt", "/nix", "/proc", "/sys")
+_FOLDERS_IN = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+"""Variables of a command's environment whose paths it reads."""
+
+
+def why_not() -> str:
+    """Reason why this machine has no boxes; empty where it has."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    if (version := files.landlock_version()) < files.OLDEST:
+        return f"it needs Landlock {files.OLDEST} (Linux 6.2), the kernel has {version or 'none'}"
+    try:
+        seccomp.agent_filter(kernel.MACHINE)
+    except ValueError as error:
+        return f"machine: {error}"
+    return ""
+
+
+def readable(command: Sequence[str], reads: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Paths that a boxed command reads: the system's, Python's, the files of its words, and `reads`."""
+    named = [path for name in _FOLDERS_IN for path in environment.get(name, "").split(os.pathsep)]
+    paths = [*_SYSTEM, sys.prefix, *reads, *filter(os.path.isabs, (*named, *command))]
+    found = (os.path.realpath(path) for path in paths if os.path.exists(path))
+    return outermost([*visible(*installed_packages()), *found])
+
+
+def absolute(command: Sequence[str]) -> list[str]:
+    """The command with absolute paths for its words that name files, since it does not run in the run's folder."""
+    first, *rest = command
+    first = os.path.abspath(first) if "/" in first else first
+    return [first, *(os.path.abspath(word) if os.path.isfile(word) else word for word in rest)]
+
+
+def answer_in(folder: str, name: str, most_bytes: int) -> str:
+    """Text that a rollout left in a file of its folder; empty for a link, a folder, or no file."""
+    try:
+        descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:  # the model decides what stands there
+        return ""
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return ""
+        return os.read(descriptor, most_bytes).decode(errors="replace")
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,183 @@
+"""The commands of a model in an agent's process tree read no truth, write no reward, and change nothing outside."""
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.hostile.agents import ANSWER_FILE, ATTACKS, TRUTH, Attack
+from played_agents import played
+from shoal.rollout.agents import box
+from shoal.rollout.agents.clients import Named, command_play
+from shoal.rollout.agents.runner import Play
+from shoal.types import Message, Reward, Role, Rollout, RolloutStatus, Task
+
+ROOT = Path(__file__).parents[2]
+TASK = Task("t/0", "t", (Message(Role.USER, "what is pi?"),), TRUTH, json.dumps({"truth": TRUTH, "agent": "seen"}))
+AGENT = """
+import json, os, subprocess, sys, urllib.request
+task = json.loads(sys.stdin.readline())
+body = json.dumps({"model": "policy", "messages": task["messages"]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+said = json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+command = json.load(open(sys.argv[1]))[said["choices"][0]["message"]["content"]]
+subprocess.run(["bash", "-c", command], close_fds=False, timeout=30, stdout=2)
+"""
+
+
+class Found:
+    """Implements `interfaces.Scorer`: 1 for an answer that holds the truth."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        return [Reward(float(str(task.answer) in answer)) for answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Targets outside of a rollout that hold the truth."""
+
+    folder: Path
+    kept: "ctypes.Array[ctypes.c_char]"
+
+    @property
+    def data(self) -> Path:
+        return self.folder / "data" / self.name
+
+    @property
+    def agent(self) -> Path:
+        return self.folder / "agent"
+
+    @property
+    def name(self) -> str:
+        return f"data-{os.getpid()}.jsonl"
+
+    @property
+    def copies(self) -> list[Path]:
+        return [self.data, Path("/dev/shm") / self.name, Path("/tmp") / self.name]
+
+    def source(self, attack: Attack) -> str:
+        targets = {
+            "PYTHON": sys.executable,
+            "RUN": os.getpid(),
+            "DATA": self.data,
+            "FOLDER": self.data.parent,
+            "NAME": self.name,
+            "AGENT": self.agent,
+            "SOCKET": self.folder / "socket",
+            "ADDRESS": ctypes.addressof(self.kept),
+            "SIZE": len(self.kept),
+        }
+        source = attack.source
+        for name, target in targets.items():
+            source = source.replace(f"@{name}@", str(target))
+        return source
+
+    def harm(self) -> list[str]:
+        """What was changed."""
+        changed = [str(path) for path in self.copies if not path.is_file() or path.read_text() != TRUTH]
+        changed += ["memory"] if self.kept.value != TRUTH.encode() else []
+        listed = sorted(path.name for path in self.agent.iterdir())
+        is_same = listed == ["agent.py", "commands.json"] and (self.agent / "agent.py").read_text() == AGENT
+        return changed if is_same else [*changed, str(self.agent)]
+
+    @contextlib.asynccontextmanager
+    async def tells(self, play: Play) -> AsyncIterator[Play]:
+        """The play, beside sockets of this machine that tell the truth."""
+
+        async def tell(_: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+            to.write(TRUTH.encode())
+            to.close()
+
+        named = await asyncio.start_unix_server(tell, self.folder / "socket")
+        nameless = await asyncio.start_unix_server(tell, f"\0{self.name}")
+        async with named, nameless:
+            yield play
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, ctypes.create_string_buffer(TRUTH.encode()))
+    made.data.parent.mkdir()
+    made.agent.mkdir()
+    (made.agent / "agent.py").write_text(AGENT)
+    for path in made.copies:
+        path.write_text(TRUTH)
+    yield made
+    for path in made.copies:
+        path.unlink(missing_ok=True)
+
+
+def outcomes(world: World, attacks: Sequence[Attack], **settings: Any) -> dict[str, Rollout]:
+    """The rollout of each attack: the model says its name, and the agent runs it."""
+    commands = world.agent / "commands.json"
+    commands.write_text(json.dumps({attack.name: world.source(attack) for attack in attacks}))
+    named = Named([sys.executable, str(world.agent / "agent.py"), str(commands)], **settings)
+
+    @contextlib.asynccontextmanager
+    async def playing() -> AsyncIterator[Play]:
+        async with command_play(named) as play, world.tells(play) as telling:
+            yield telling
+
+    said = [attack.name for attack in attacks]
+    rollouts = played(playing(), *said, task=TASK, n=len(said), timeout_s=300, scoring=Found(), max_at_once=3)
+    return {rollout.messages[-1].content: rollout for rollout in rollouts}
+
+
+def test_there_are_fifty_attacks_and_each_has_a_name() -> None:
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 50
+    assert len({attack.source for attack in ATTACKS}) == len(ATTACKS)
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+def test_no_command_of_a_model_moves_the_reward_that_the_task_s_scorer_gives(world: World) -> None:
+    found = outcomes(world, ATTACKS, answer_file=ANSWER_FILE)
+    assert found.keys() == {attack.name for attack in ATTACKS}
+    assert {name: rollout.reward for name, rollout in found.items() if rollout.reward.value != 0} == {}
+    failed = {name: rollout.reason for name, rollout in found.items() if rollout.status is not RolloutStatus.FINISHED}
+    assert set(failed) <= {"parent_killed"}, failed
+    assert world.harm() == []
+
+
+def test_the_attacks_on_an_outcome_succeed_where_the_command_says_its_own_reward(world: World) -> None:
+    bare = [attack for attack in ATTACKS if attack.bare]
+    found = outcomes(world, bare, score="agent")
+    assert {name: rollout.reward.value for name, rollout in found.items()} == {attack.name: 1000.0 for attack in bare}
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+@pytest.mark.parametrize(
+    ("said", "command", "answer_file", "value"),
+    [
+        ("guess", f"echo {TRUTH} > {ANSWER_FILE}", ANSWER_FILE, 1.0),
+        ("guess", f"echo {TRUTH} > {ANSWER_FILE}", "", 0.0),
+        (TRUTH, f"echo guess > {ANSWER_FILE}", "", 1.0),
+        (TRUTH, f"echo guess > {ANSWER_FILE}", ANSWER_FILE, 0.0),
+        (TRUTH, "true", ANSWER_FILE, 0.0),
+        ("guess", f"cd $HOME && mktemp && @PYTHON@ -c 'print(1)' && echo {TRUTH} > {ANSWER_FILE}", ANSWER_FILE, 1.0),
+    ],
+)
+def test_what_a_command_left_or_said_last_is_scored(
+    world: World, said: str, command: str, answer_file: str, value: float
+) -> None:
+    (rollout,) = outcomes(world, [Attack(said, command)], answer_file=answer_file).values()
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, value), rollout.reason
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+@pytest.mark.parametrize(("command", "value"), [("echo river | rev > answer.txt", 1.0), ("true", 0.0)])
+def test_the_starter_with_a_shell_is_scored_by_what_its_commands_left(command: str, value: float) -> None:
+    task = Task("w/0", "w", (Message(Role.USER, "reverse river"),), "revir")
+    script = str(ROOT / "examples" / "start" / "agent" / "shell.py")
+    play = command_play(Named([sys.executable, script], answer_file="answer.txt"))
+    (rollout,) = played(play, f"```sh\n{command}\n```", "done", task=task, scoring=Found(), timeout_s=60)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, value), rollout.reason
+    assert len(rollout.turns) == 2
