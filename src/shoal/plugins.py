@@ -11,9 +11,12 @@ import os
 import sys
 import sysconfig
 import traceback
+from collections.abc import Sequence
 from importlib import import_module
+from math import isfinite, nan
 from pathlib import Path
 from types import ModuleType
+from typing import SupportsFloat
 
 from shoal.errors import MOST_LISTED, ConfigError, ShoalError, did_you_mean
 from shoal.files import beside
@@ -22,7 +25,7 @@ _LIBRARIES = tuple(
     f"{folder}{os.sep}"
     for folder in (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 )
-MOST_CHARACTERS = 500
+MOST_CHARACTERS, MOST_SHOWN = 500, 80
 
 
 def own_code(field: str, name: str) -> object:
@@ -123,6 +126,37 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
     return f"{what} ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else what
+
+
+def numbers_of(given: object, count: int) -> list[float | None]:
+    """Rewards that the user's function gave for `count` answers; None is no reward. Raises `ValueError` for all else.
+
+    >>> numbers_of([1, None], 2)
+    [1.0, None]
+    """
+    listed = given.tolist() if hasattr(given, "tolist") else given  # of numpy and torch
+    if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or len(listed) != count:
+        raise ValueError(f"expected a list of {count} rewards, one for each answer, got {_result(given)}")
+    return [None if value is None else _number(value) for value in listed]
+
+
+def _number(value: SupportsFloat | str) -> float:
+    """The finite number that a value is. Raises `ValueError`, for numbers as text too."""
+    try:
+        number = nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = nan
+    if not isfinite(number):
+        raise ValueError(f"expected finite numbers or None, got {_result(value)}")
+    return number
+
+
+def _result(value: object) -> str:
+    """Describes what the user's function gave: its kind, and how it begins."""
+    text = repr(value)[:MOST_SHOWN]
+    if isinstance(value, str):
+        return f"the text {text}"
+    return f"a list of {len(value)}: {text}" if isinstance(value, list | tuple) else text
 
 
 def _from_file(path: str) -> ModuleType:

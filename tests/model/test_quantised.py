@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, GptOssConfig, GptOssForCausalLM, Qwen2ForCausalLM
 
 from shoal.errors import ModelError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
+from shoal.model.quantised import is_whole
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.types import Message, Role
@@ -100,12 +103,51 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_its_template(
 def test_a_file_that_is_no_gguf_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "model.gguf").write_bytes(b"no such thing")
-    with pytest.raises(ModelError, match="could not be made"):
+    with pytest.raises(ModelError, match=r"model\.gguf: expected a whole GGUF file, got one that is cut or damaged"):
         local_directory(str(tmp_path / "model.gguf"))
     assert list((tmp_path / "cache" / "shoal").iterdir()) == []
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(ModelError, match=r"a \.gguf file"):
         local_directory(str(tmp_path / "model.bin"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """A GGUF file of a tiny model."""
+    file = tmp_path_factory.mktemp("whole") / "tiny.gguf"
+    write_gguf(untrained(Shape(width=32, feed_forward=64), seed=3), file)
+    return file.read_bytes()
+
+
+@given(share=st.floats(0, 1, exclude_max=True))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_gguf_file_that_is_cut_anywhere_is_not_whole(share: float, whole: bytes, tmp_path: Path) -> None:
+    (tmp_path / "cut.gguf").write_bytes(whole[: int(share * len(whole))])
+    assert not is_whole(tmp_path / "cut.gguf")
+    (tmp_path / "whole.gguf").write_bytes(whole)
+    assert is_whole(tmp_path / "whole.gguf")
+
+
+@given(at=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_bytes_of_a_gguf_file_that_have_changed_raise_nothing_of_their_own(
+    at: float, byte: int, whole: bytes, tmp_path: Path
+) -> None:
+    place = int(at * at * len(whole))  # mostly in the header
+    (tmp_path / "changed.gguf").write_bytes(whole[:place] + bytes([byte]) + whole[place + 1 :])
+    assert is_whole(tmp_path / "changed.gguf") in (True, False)
+
+
+def test_a_gguf_file_of_an_unknown_architecture_is_refused_in_a_sentence_after_its_progress(
+    whole: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "odd.gguf").write_bytes(whole.replace(b"qwen2", b"qwenX"))
+    with pytest.raises(ModelError, match=r"odd\.gguf: cannot be read as a model: [^\n]+$"):
+        local_directory(str(tmp_path / "odd.gguf"))
+    said = capfd.readouterr().err
+    assert said.startswith("reading odd.gguf (once): starting, 0 s\n")
+    assert "Traceback" not in said
 
 
 def test_a_directory_with_several_gguf_files_asks_for_one(tmp_path: Path) -> None:

@@ -181,9 +181,9 @@ class Marks:
 
 
 def test_a_task_s_own_score_is_tried_on_the_truth_of_its_first_question() -> None:
-    asyncio.run(check_scores([Definition("marks", Marks("1"))]))
+    asyncio.run(check_scores([Definition("marks", Marks("1"))], 4))
     with pytest.raises(ConfigError, match=r"tasks.marks: expected a score of one row, got"):
-        asyncio.run(check_scores([Definition("marks", Marks("x"))]))
+        asyncio.run(check_scores([Definition("marks", Marks("x"))], 4))
 
 
 def test_programs_are_refused_where_no_sandbox_works(

@@ -31,11 +31,24 @@ def show(values: dict[str, object], as_json: bool) -> None:
         finite = {k: None if isinstance(v, float) and not isfinite(v) else v for k, v in values.items()}
         print(json.dumps(finite))
         return
+    values = {printable(name): value for name, value in _flat(values).items()}
     width = max(len(name) for name in values)
     for name, value in values.items():
         if value == "":
             continue
-        print(f"{printable(name):<{width}}  {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}")
+        print(f"{name:<{width}}  {f'{value:.4g}' if isinstance(value, float) else printable(str(value))}")
+
+
+def _flat(values: dict[str, Any], where: str = "") -> dict[str, object]:
+    """The values with those of inner tables under dotted names.
+
+    >>> _flat({"a": {"b": 1}, "c": 2})
+    {'a.b': 1, 'c': 2}
+    """
+    flat: dict[str, object] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{where}{name}.") if isinstance(value, dict) else {f"{where}{name}": value}
+    return flat
 
 
 def show_answers(run_dir: str, stream: TextIO | None = None) -> None:

@@ -1,5 +1,6 @@
 """Models made on this machine: directories in the user's cache that appear whole or not at all."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -11,6 +12,10 @@ from pathlib import Path
 
 from shoal.errors import ModelError
 from shoal.net.process import torch_environment
+
+REFUSAL = "refusal.txt"
+"""File of the directory in which a making says why it cannot succeed."""
+UNFINISHED = "unfinished-"
 
 
 def cache_directory() -> Path:
@@ -30,7 +35,7 @@ def make(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]
     began_s = time.monotonic()
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=directory.parent))
+        unfinished, lock = _unfinished(directory.parent)
     except OSError as error:
         raise ModelError(
             f"the cache {directory.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME"
@@ -39,7 +44,11 @@ def make(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]
         command = [sys.executable, "-m", module, str(unfinished), *arguments]
         done = subprocess.run(command, env=torch_environment(1), check=False)
         if done.returncode != 0:
-            raise ModelError(f"the model {name} could not be made: its process ended with code {done.returncode}")
+            refusal = unfinished / REFUSAL
+            if refusal.is_file():
+                raise ModelError(refusal.read_text(encoding="utf-8"))
+            hint = "; is there enough memory?" if done.returncode < 0 else ""
+            raise ModelError(f"the model {name} could not be made: its process ended with code {done.returncode}{hint}")
         try:
             unfinished.rename(directory)
         except OSError as error:
@@ -47,4 +56,37 @@ def make(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]
                 raise ModelError(f"{directory} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+        os.close(lock)
     return directory, time.monotonic() - began_s
+
+
+def _unfinished(folder: Path) -> tuple[Path, int]:
+    """A new folder for a making, and its lock, which lasts as long as this process; removes those without a lock.
+
+    Raises `OSError`.
+    """
+    for left in folder.glob(f"{UNFINISHED}*"):
+        if (lock := _locked(left)) is not None:  # a killed making left it
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(lock)
+    while True:  # another process may take a folder for one that was left, until it is locked
+        made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=folder))
+        lock = _locked(made)
+        if lock is not None and made.is_dir():
+            return made, lock
+        if lock is not None:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int | None:
+    """Descriptor that locks a folder; None where another process has it, or it is gone."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ModelError
-from shoal.model.made_models import make
+from shoal.model.made_models import REFUSAL, make
+from shoal.model.making import Making
 from shoal.net.process import die_with_parent
 
 SMOLLM2 = "smollm2"
@@ -79,30 +80,63 @@ def _made(source: Path, name: str, files: Sequence[Path]) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Writes the directory of a quantised model; prints an error and returns 1 when it cannot be read."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Mxfp4Config
-
+    """Writes the directory of a quantised model. Returns 1 and leaves the reason there when it cannot be read."""
     die_with_parent()
     directory, source = Path(arguments[0]), Path(arguments[1])
-    sys.stderr.write(f"reading {source.name} (once)\n")
+    with Making(f"reading {source.name}") as making:
+        refusal = _refusal(directory, source, making)
+    if refusal:
+        (directory / REFUSAL).write_text(refusal, encoding="utf-8")
+    return int(bool(refusal))
+
+
+def _refusal(directory: Path, source: Path, making: Making) -> str:
+    """Writes the directory of a model; the sentence that refuses its source instead, where that cannot be read."""
+    making.now("checking the file (1 of 4)")
+    if not source.is_dir() and not is_whole(source):
+        return f"{source}: expected a whole GGUF file, got one that is cut or damaged; fetch it again"
+    making.now("loading transformers (1 of 4)")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, Mxfp4Config
+
     if source.is_dir():
         folder, named, dtype, config = source, {}, "bfloat16", Mxfp4Config(dequantize=True)
     else:
         folder, named, dtype = source.parent, {"gguf_file": source.name}, "float32"
         config = GgufConfig(**named, dequantize=True)
     try:
+        making.now("tokenizer (2 of 4)")
         tokenizer = AutoTokenizer.from_pretrained(folder, **named)
+        making.now("weights (3 of 4)")
         model = AutoModelForCausalLM.from_pretrained(folder, **named, dtype=dtype, quantization_config=config)
-    except (OSError, ValueError, KeyError, NotImplementedError) as error:
-        sys.stderr.write(f"{source}: cannot be read as a model: {str(error).splitlines()[0]}\n")
-        return 1
+    except Exception as error:  # a damaged file makes transformers raise anything
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return f"{source}: cannot be read as a model: {why}"
+    making.now("writing (4 of 4)")
     model.hf_quantizer = None  # nothing is quantised any more, and a quantised model cannot be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     # The names that MXFP4 weights came with are those of blocks and scales.
     model.save_pretrained(directory, save_original_format=not source.is_dir())
     tokenizer.save_pretrained(directory)
-    return 0
+    return ""
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a GGUF file has its header and all of its tensors."""
+    from gguf import GGUFReader
+
+    try:
+        GGUFReader(file)
+    except (
+        ValueError,
+        IndexError,
+        KeyError,
+        TypeError,
+        OverflowError,
+        MemoryError,
+    ):  # what numpy says of foreign bytes
+        return False
+    return True
 
 
 if __name__ == "__main__":

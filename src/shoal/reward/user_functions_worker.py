@@ -1,13 +1,12 @@
 """The process of one of the user's reward functions: `python -m shoal.reward.user_functions_worker --fd N`."""
 
 import json
-import math
-from collections.abc import Callable, Sequence
-from typing import SupportsFloat, cast
+from collections.abc import Callable
+from typing import cast
 
 from shoal import checker, wire
 from shoal.net.process import from_parent, send_frame, serve
-from shoal.plugins import described, own_code
+from shoal.plugins import described, numbers_of, own_code
 from shoal.reward.messages import Batch
 from shoal.reward.user_functions import Values
 
@@ -27,18 +26,10 @@ def values_of(call: Batch) -> Values | str:
         )
     except Exception as error:  # the user's function raises what it will
         return f"{path}: {described(error)}"
-    if not isinstance(values, Sequence) or len(values) != count:
-        return f"{path}: expected a list of {count} rewards, got {str(values)[:80]}"
-    numbers = [_number(value) for value in values]
-    wrong = [value for value, number in zip(values, numbers, strict=True) if value is not None and number is None]
-    return f"{path}: expected finite numbers or None, got {wrong[0]!r}"[:500] if wrong else numbers
-
-
-def _number(value: SupportsFloat) -> float | None:
     try:
-        return number if math.isfinite(number := float(value)) else None
-    except (TypeError, ValueError):
-        return None
+        return numbers_of(values, count)
+    except ValueError as error:
+        return f"{path}: {error}"
 
 
 def main() -> None:

@@ -71,17 +71,20 @@ def _is_installed(package: str) -> bool:
     return find_spec(whole) is not None and find_spec(package) is not None
 
 
-async def check_functions(services: Sequence[Environment]) -> None:
-    """Has each reward function score one row's truth, in a process of its own. Raises `ConfigError` with the cause."""
+async def check_functions(services: Sequence[Environment], answers: int) -> None:
+    """Has each reward function score one row's truth, given as often as a group has answers, in a process of its own.
+
+    Raises `ConfigError` with the cause.
+    """
     scorer = FunctionScorer()
     try:
         for service in (one for one in services if not (one.converses or one.scores)):
             task = service.draw(Split.TRAIN, 0)
             for spec in leaves(task_spec(task)):
                 if isinstance(spec, checker.Function):
-                    await scorer.values(spec, task, [task.answer or ""])
+                    await scorer.values(spec, task, [task.answer or ""] * answers)
     except (TaskError, TimeoutError) as error:
-        raise ConfigError(f"tasks.{service.name}.scorer: expected a reward of one row, got {error}") from None
+        raise ConfigError(f"tasks.{service.name}.scorer: expected rewards of one row's answers, got {error}") from None
     finally:
         await scorer.aclose()
 
@@ -129,11 +132,14 @@ async def _failures(urls: Sequence[str]) -> dict[str, str]:
     return {without_credentials(url): why for url, why in found if why}
 
 
-async def check_scores(services: Sequence[Environment]) -> None:
-    """Has each task's own `score` judge one row's truth, in this process. Raises `ConfigError`."""
+async def check_scores(services: Sequence[Environment], answers: int) -> None:
+    """Has each task's own `score` judge one row's truth, given as often as a group has answers, in this process.
+
+    Raises `ConfigError`.
+    """
     for service in services:
         if isinstance(service, Definition) and service.scores:
             task = service.draw(Split.TRAIN, 0)
-            (reward,) = await service.score(task, [task.answer or ""])
-            if reward.status is not RewardStatus.SCORED:
+            rewards = await service.score(task, [task.answer or ""] * answers)
+            if reward := next((one for one in rewards if one.status is not RewardStatus.SCORED), None):
                 raise ConfigError(f"tasks.{service.name}: expected a score of one row, got {reward.evidence}")

@@ -13,6 +13,7 @@ from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, ModelError, did_you_mean
 from shoal.files import beside
+from shoal.model.chat_template import ChatRenderer
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.rollout.agents.clients import agent_of
@@ -35,10 +36,8 @@ PROBED_TASKS = 64
 def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: str = "") -> Iterator[Prepared]:
     """Checks all that needs no engine. Raises a `ShoalError` and leaves nothing behind."""
     devices = devices_of(config, visible_gpus(os.environ, gpus_present()), trains=trains)
-    model_dir = model_directory(config.model.path)
-    renderer = load_renderer(model_dir)
-    max_model_len = _max_model_len(model_dir, config)
-    shapes_of(model_dir)
+    check_model(config.model.path)
+    ready = _loaded(config) if Path(config.model.path).expanduser().is_dir() else None
     for task in config.tasks:
         hooks_of(task.name, task.reward)
         if task.agent is not None:
@@ -51,12 +50,22 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: st
         others = (task_spec(task) for task in probed if task.service not in own)
         if not config.reward.urls and any(map(needs_tests, others)):
             strongest()  # raises `SandboxUnavailable`
+        run_blocking(check_functions(service.services, config.rollout.group_size))
+        if dry:  # in this process: what a task's author opened on this event loop is of no use to a run
+            run_blocking(check_scores(service.services, config.rollout.group_size))
+        # A model that must be made or fetched first takes minutes, so all mistakes in tasks are told before.
+        model_dir, renderer, max_model_len = ready or _loaded(config)
         prompts = {len(renderer.prompt_ids(task.messages)): task for task in probed}
         _check_lengths(config, prompts, max_model_len)
-        run_blocking(check_functions(service.services))
-        if dry:  # in this process: what a task's author opened on this event loop is of no use to a run
-            run_blocking(check_scores(service.services))
         yield Prepared(model_dir, renderer, service, max_model_len, max(prompts), devices, token)
+
+
+def _loaded(config: Config) -> tuple[Path, ChatRenderer, int]:
+    """Directory, renderer and context of the configured model. Raises `ModelError` and `ConfigError`."""
+    model_dir = model_directory(config.model.path)
+    renderer, max_model_len = load_renderer(model_dir), _max_model_len(model_dir, config)
+    shapes_of(model_dir)
+    return model_dir, renderer, max_model_len
 
 
 def _check_lengths(config: Config, prompts: Mapping[int, Task], max_model_len: int) -> None:

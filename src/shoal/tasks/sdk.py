@@ -41,7 +41,7 @@ import msgspec
 from shoal import checker
 from shoal.errors import TaskError
 from shoal.interfaces import Environment, Model
-from shoal.plugins import described, own_code
+from shoal.plugins import described, numbers_of, own_code
 from shoal.tasks.holdout import first_of, prompt, rewritten
 from shoal.types import Json, Message, Outcome, Receipt, Reward, RewardStatus, Role, Split, Task, seed_for
 
@@ -195,10 +195,13 @@ class Definition(Environment):
         n = 1 if isinstance(said, str) else len(said)
         try:
             given: Any = await called(method, task, said)
-            values = [given] if isinstance(said, str) else list(given)
-            if len(values) != n:
-                raise ValueError(f"scores: expected {n} rewards, got {len(values)}")
-            return [one if isinstance(one, Reward) else Reward(float(one)) for one in values]
+            values = [given] if isinstance(said, str) else given
+            if isinstance(values, Sequence) and len(values) == n and any(isinstance(one, Reward) for one in values):
+                return [one if isinstance(one, Reward) else Reward(float(one)) for one in values]
+            numbers = numbers_of(values, n)
+            if None in numbers:
+                raise ValueError("expected a number for each answer, got None")
+            return [Reward(number) for number in numbers if number is not None]
         except Exception as error:  # an author's code may raise anything: its failure is a status
             return [Reward(0.0, RewardStatus.FAILED, evidence=f"{self.name}: {described(error)}")] * n
 

@@ -15,7 +15,6 @@ import random
 import string
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from shoal.config import TaskConfig
 from shoal.environments.lessons import played_turns
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.made_models import make
+from shoal.model.making import Making
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import die_with_parent
 from shoal.run.demo_model import programs
@@ -207,13 +207,21 @@ def main(arguments: Sequence[str]) -> None:
     """Makes the model of a recipe in a directory."""
     import torch
 
+    die_with_parent()
+    torch.set_num_threads(1)
+    directory, recipe = Path(arguments[0]), msgspec.json.decode(arguments[1], type=Recipe)
+    with Making("making the small model") as making:
+        _make(directory, recipe, making)
+
+
+def _make(directory: Path, recipe: Recipe, making: Making) -> None:
+    """Teaches a new model the lessons of a recipe."""
+    import torch
+
     from shoal.model.loading import load_model
     from shoal.model.packed import packed_outputs
     from shoal.run.demo_model.architecture import Shape, character_tokenizer, pair_tokenizer, save, untrained
 
-    die_with_parent()
-    torch.set_num_threads(1)
-    directory, recipe = Path(arguments[0]), msgspec.json.decode(arguments[1], type=Recipe)
     shape = Shape(
         recipe.width, recipe.layers, recipe.heads, recipe.feed_forward, recipe.context, recipe.rope_theta, MODEL_TYPE
     )
@@ -225,10 +233,10 @@ def main(arguments: Sequence[str]) -> None:
         "spell_backward": _word_lessons,
         "sums": _sum_lessons,
     }
+    making.now("writing its lessons")
     rows = lessons[recipe.lesson](recipe, load_renderer(directory))  # of every step, in order
     model = load_model(directory)
     optimizers = _optimizers(model, recipe)
-    began_s = time.monotonic()
     for step in range(recipe.steps):
         decay = 1 - (1 - recipe.lr_end_share) * step / recipe.steps
         for optimizer in optimizers:
@@ -245,11 +253,8 @@ def main(arguments: Sequence[str]) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
         for optimizer in optimizers:
             optimizer.step()
-        if (step + 1) % 100 == 0:
-            sys.stderr.write(
-                f"making the small model (once): step {step + 1} of {recipe.steps}, loss {loss.item():.3f}, "
-                f"{time.monotonic() - began_s:.0f} s\n"
-            )
+        making.now(f"step {step + 1} of {recipe.steps}, loss {loss.item():.3f}")
+    making.tell(f"step {recipe.steps} of {recipe.steps}, loss {loss.item():.3f}")
     save(model, directory, tokenizer)
 
 
