@@ -149,7 +149,7 @@ class Completion:
     routing: bytes = b""
     """Experts of each token of prompt and completion but the last, where a mixture of experts has them recorded.
 
-    Each token has equally many bytes; 255 stands for an expert that nobody recorded.
+    Each token has equally many bytes (`shoal.model.routing`); bytes 255 stand for an expert that nobody recorded.
     """
 
     def __post_init__(self) -> None:

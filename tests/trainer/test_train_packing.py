@@ -109,6 +109,6 @@ def test_peers_groups_are_spread_evenly_over_all_updates(parts: int, own_each: i
 def test_experts_of_last_tokens_and_of_rows_without_any_are_unknown() -> None:
     recorded = replace(row((1, 2), 1), routing=bytes([3, 4, 5, 6]))
     batch = micro_batch([recorded, row((1,), 1)], [1.0, 1.0], "cpu")
-    assert batch.routing_TE is not None
-    assert batch.routing_TE.tolist() == [[3, 4], [5, 6], *[[UNKNOWN, UNKNOWN]] * 3]
-    assert micro_batch([row((1,), 1)], [1.0], "cpu").routing_TE is None
+    assert batch.routing_TB is not None
+    assert batch.routing_TB.tolist() == [[3, 4], [5, 6], *[[UNKNOWN, UNKNOWN]] * 3]
+    assert micro_batch([row((1,), 1)], [1.0], "cpu").routing_TB is None

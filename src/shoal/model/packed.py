@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
-from shoal.model import MOST_LOGITS, UNKNOWN
+from shoal.model import MOST_LOGITS
 from shoal.model.attention import LONGEST_BY_HAND, attended, joint_attended
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
 from shoal.model.routing import routing_of
@@ -149,14 +149,14 @@ def packed_outputs(
     temperature: float = 1.0,
     entropy: Literal["value", "gradient"] | None = None,
     value_head: nn.Module | None = None,
-    routing_TE: Tensor | None = None,
+    routing_TB: Tensor | None = None,
 ) -> TokenOutputs:
     """Logprobs of the tokens at the positions `at` [N], none of them the first of its row, as in `packed_logprobs`.
 
     Common beginnings of rows are computed once, and only hidden states that predict a selected token pass through the
     language-model head. `entropy` adds the entropies (nats) of the sampling distributions; their gradient keeps more
     memory of the size of the logits. A value head maps hidden states [U, D], the inputs of the language-model head, to
-    [U, 1]. A model with a `Routing` uses the experts `routing_TE` of the tokens, or its own choice without.
+    [U, 1]. A model with a `Routing` uses the stored experts `routing_TB` of the tokens, or its own choice without.
     """
     device = tokens_T.device
     if not len(at):
@@ -169,7 +169,7 @@ def packed_outputs(
     # One node may predict several tokens, such as the first tokens of all answers to a prompt.
     heads_U, head_N = torch.unique(node_T[at - 1], return_inverse=True)
     if isinstance(model, PreTrainedModel) and (routing := routing_of(model)) is not None:
-        routing.given_TE = None if routing_TE is None else _of_nodes(routing_TE, node_T, len(tree.tokens))
+        routing.given_TE = None if routing_TB is None else _of_nodes(routing.read(routing_TB), node_T, len(tree.tokens))
     hidden_UD, head = _hidden(model, tree, heads_U)
     logp_N, entropy_N = _head_outputs(
         model.model if isinstance(model, TrainingForward) else model,
@@ -186,8 +186,8 @@ def packed_outputs(
 
 def _of_nodes(routing_TE: Tensor, node_T: Tensor, nodes: int) -> Tensor:
     """Experts of each node of the tree; rows that share tokens have them from one computation."""
-    routing_UE = routing_TE.new_full((nodes, routing_TE.shape[1]), UNKNOWN)
-    known_T = (routing_TE != UNKNOWN).all(-1) & (node_T >= 0)
+    routing_UE = routing_TE.new_full((nodes, routing_TE.shape[1]), -1)
+    known_T = (routing_TE >= 0).all(-1) & (node_T >= 0)
     routing_UE[node_T[known_T]] = routing_TE[known_T]
     return routing_UE
 

@@ -7,7 +7,7 @@ gets its gradient. Source: Rollout Routing Replay (arXiv 2510.11370).
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,36 +16,46 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from shoal.errors import ConfigError
-from shoal.model import UNKNOWN
 
+STORED = (torch.uint8, torch.uint16, torch.uint32)
 _made: "WeakKeyDictionary[PreTrainedModel, Routing]" = WeakKeyDictionary()
 
 
 class Routing:
-    """Experts of the tokens of one forward, in every router of a model: uint8 [T, routers * k].
+    """Experts of the tokens of one forward, in every router of a model.
 
-    It stays in place until the next forward, because checkpointed layers route again in the backward pass.
+    They are stored as B = routers * k numbers for each token, in bytes: one, two or four (little-endian) for a number,
+    whichever holds one more than the number of experts. They stay until the next forward, because checkpointed layers
+    route again in the backward pass.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Requires a model with routers (`routers_of`)."""
         routers = routers_of(model)
         _made[model] = self
+        most = max(len(cast(Tensor, router.weight)) for router in routers)
+        self.dtype = next(one for one in STORED if torch.iinfo(one).max >= most)
+        """Numbers that are stored."""
         self.given_TE: Tensor | None = None
-        """Experts to use; None leaves the choice to the routers."""
+        """Experts to use, and -1 where nobody recorded them; None leaves the choice to the routers."""
         self._found: dict[int, Tensor] = {}
         for index, router in enumerate(routers):
             router.forward = partial(self._route, index, router.forward)
 
     def found(self) -> Tensor:
-        """Experts of the latest forward, [T, routers * k]."""
-        return torch.cat([self._found[index] for index in sorted(self._found)], -1)
+        """Experts of the latest forward as they are stored, uint8 [T, B]."""
+        return torch.cat([self._found[index] for index in sorted(self._found)], -1).to(self.dtype).view(torch.uint8)
+
+    def read(self, stored_TB: Tensor) -> Tensor:
+        """Experts [T, routers * k] as numbers, -1 where nobody recorded them."""
+        stored_TE = stored_TB.view(self.dtype).long()
+        return stored_TE.masked_fill_(stored_TE == torch.iinfo(self.dtype).max, -1)
 
     def _route(self, index: int, forward: Callable[..., Any], *arguments: Tensor, **named: Tensor) -> Any:
         with _TopK(self.given_TE, index) as chosen:
             outputs = forward(*arguments, **named)
         assert chosen.found is not None, "a router chooses its experts by torch.topk"
-        self._found[index] = chosen.found.to(torch.uint8)
+        self._found[index] = chosen.found
         return outputs
 
 
@@ -84,8 +94,8 @@ class _TopK(TorchFunctionMode):
         values_Tk, index_Tk = result
         k = index_Tk.shape[-1]
         if self._given_TE is not None:
-            given_Tk = self._given_TE[:, self._index * k : (self._index + 1) * k].long()
-            index_Tk = torch.where(given_Tk == UNKNOWN, index_Tk, given_Tk)
+            given_Tk = self._given_TE[:, self._index * k : (self._index + 1) * k]
+            index_Tk = torch.where(given_Tk < 0, index_Tk, given_Tk)
             values_Tk = args[0].gather(-1, index_Tk)
         self.found = index_Tk
         return torch.return_types.topk((values_Tk, index_Tk))

@@ -253,8 +253,8 @@ class MicroBatch:
     """Weight of each token's loss: see `token_weight`."""
     rows: tuple[int, ...] = ()
     """Index of each row among all rows of its step, where somebody asked for it."""
-    routing_TE: "Tensor | None" = None
-    """Experts of each token as they were sampled, uint8; None where they are the trainer's own choice."""
+    routing_TB: "Tensor | None" = None
+    """Experts of each token as they were sampled, stored (uint8); None where they are the trainer's own choice."""
     idle: bool = False
     """Whether the batch stands for no rows: its weights are 0 and no statistic counts it. Ranks compute it to keep
     in step."""
@@ -307,7 +307,7 @@ def micro_batch(
         version_N=longs([version[i] for i in at]),
         row_N=longs([row for row, n in enumerate(trained) for _ in range(n)]),
         weight_N=floats([weight for weight, n in zip(weights, trained, strict=True) for _ in range(n)]),
-        routing_TE=_routing(rows).to(device) if any(row.routing for row in rows) else None,
+        routing_TB=_routing(rows).to(device) if any(row.routing for row in rows) else None,
         idle=idle,
     )
 

@@ -294,7 +294,7 @@ class Trainer:
                 temperature=self._temperature,
                 entropy=("gradient" if self._config.entropy_bonus > 0 else "value") if with_entropy else None,
                 value_head=self._value_head if model is None else None,
-                routing_TE=batch.routing_TE if model is None else None,
+                routing_TB=batch.routing_TB if model is None else None,
             )
 
     @torch.no_grad()
