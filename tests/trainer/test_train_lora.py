@@ -1,5 +1,8 @@
 """Adapters: what is trained, what the engines get, and what a checkpoint holds."""
 
+import re
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +13,18 @@ from test_train_trainer import groups
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from engine_models import saved
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
+from shoal.model.adapter_targets import check_targets_of_files
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
+from shoal.run.prepared import shapes_of
 from shoal.trainer.trainer import Trainer
+from shoal.weights.store import ADAPTER_FILE
+
+HEADS = {"num_key_value_heads": 2}
 
 
 def trainer(path: Path, **settings: object) -> Trainer:
@@ -81,14 +90,54 @@ def test_peft_reads_the_published_adapters(tiny_model_dir: Path, tmp_path: Path)
 
     ours = trainer(tiny_model_dir)
     ours.step(groups(0))
-    ours.write_weights(tmp_path / "model.safetensors")
+    ours.write_weights(tmp_path / ADAPTER_FILE)
     adapted = PeftModel.from_pretrained(load_model(tiny_model_dir), tmp_path)
     torch.testing.assert_close(scored(adapted), scored(ours.model))
 
 
-def test_layers_that_do_not_exist_are_refused(tiny_model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"train\.lora\.targets: .*no_such_layer"):
-        trainer(tiny_model_dir, lora={"rank": 4, "targets": ["no_such_layer"]})
+def test_transformers_reads_the_merged_weights_of_a_folder_once(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """An adapter's settings beside them would have it add the adapter again."""
+    ours = trainer(tiny_model_dir)
+    ours.step(groups(0))
+    shutil.copytree(tiny_model_dir, tmp_path, dirs_exist_ok=True)
+    before = set(tmp_path.iterdir())
+    ours.write_weights(tmp_path / "model.safetensors")
+    assert set(tmp_path.iterdir()) == before
+    torch.testing.assert_close(scored(load_model(tmp_path)), scored(ours.model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("wrong", ["q_prj", "proj", "self_attn", "norm", "embed_tokens", ".*q_proj", ""])
+def test_names_of_no_linear_layer_are_refused_beside_good_ones_by_the_files_alone(
+    tiny_model_dir: Path, wrong: str
+) -> None:
+    for targets in ([wrong], ["q_proj", wrong]):
+        with pytest.raises(ConfigError, match=rf"train\.lora\.targets: .*q_proj.*, got {re.escape(repr(wrong))}"):
+            trainer(tiny_model_dir, lora={"rank": 4, "targets": targets})
+        with pytest.raises(ConfigError, match=rf"train\.lora\.targets: .*q_proj.*, got {re.escape(repr(wrong))}"):
+            check_targets_of_files(targets, shapes_of(tiny_model_dir))
+
+
+def test_the_files_alone_refuse_what_the_model_refuses(tmp_path: Path) -> None:
+    shape = {"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    dense, tied = (saved("Qwen2", tmp_path / f"{tie}", tie_word_embeddings=tie, **HEADS) for tie in (False, True))
+    mixture = saved("Qwen3Moe", tmp_path / "mixture", moe_intermediate_size=24, **shape)
+    for path, targets, good in (
+        (dense, ["lm_head"], True),
+        (tied, ["lm_head"], False),
+        (tied, ["layers.1.mlp.down_proj", "q_proj"], True),
+        (mixture, [], False),
+        (mixture, ["gate_proj"], False),
+        (mixture, ["o_proj"], True),
+    ):
+        for check in (
+            lambda path=path, targets=targets: trainer(path, lora={"rank": 2, "targets": targets}),
+            lambda path=path, targets=targets: check_targets_of_files(targets, shapes_of(path)),
+        ):
+            with nullcontext() if good else pytest.raises(ConfigError, match=r"train\.lora\.targets"):
+                check()
+
+
+def test_a_chosen_layer_alone_is_adapted(tiny_model_dir: Path) -> None:
     chosen = trainer(tiny_model_dir, lora={"rank": 4, "targets": ["q_proj"]})
     assert sum(p.numel() for p in chosen.model.parameters() if p.requires_grad) == 2 * (4 * 32 + 32 * 4)
 

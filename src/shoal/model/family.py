@@ -45,6 +45,7 @@ def is_known(model: PreTrainedModel) -> bool:
     if type(model).__name__ not in FAMILY or not type(model).__module__.startswith("transformers."):
         return False
     linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    linears.append(model.get_output_embeddings())
     biased = ("o_proj", "gate_proj", "up_proj", "down_proj")
     return (
         config.hidden_act == "silu"

@@ -13,6 +13,7 @@ from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, ModelError, did_you_mean
 from shoal.files import beside
+from shoal.model.adapter_targets import check_targets_of_files
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import load_renderer, local_directory
@@ -64,7 +65,9 @@ def _loaded(config: Config) -> tuple[Path, ChatRenderer, int]:
     """Directory, renderer and context of the configured model. Raises `ModelError` and `ConfigError`."""
     model_dir = model_directory(config.model.path)
     renderer, max_model_len = load_renderer(model_dir), _max_model_len(model_dir, config)
-    shapes_of(model_dir)
+    shapes = shapes_of(model_dir)
+    if config.train.lora.rank:
+        check_targets_of_files(config.train.lora.targets, shapes)
     return model_dir, renderer, max_model_len
 
 

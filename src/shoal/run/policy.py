@@ -22,7 +22,7 @@ from shoal.trainer.advantage import step_samples
 from shoal.trainer.messages import StepStats
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Group, Split
-from shoal.weights.store import FILE, WeightStore
+from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
 
 
 class Policy:
@@ -106,9 +106,9 @@ class Policy:
         skip = shutil.ignore_patterns("*.safetensors*")
         await asyncio.to_thread(shutil.copytree, self._prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
         await self.trainer.write_version(target / FILE, push=False)
-        for file in target.glob("adapter_*"):  # beside the merged model, transformers would add it once more
+        if self.config.train.lora.rank:  # beside the merged model, transformers would add it once more
             (target / "adapter").mkdir(exist_ok=True)
-            file.replace(target / "adapter" / file.name)
+            await self.trainer.write_version(target / "adapter" / ADAPTER_FILE, push=False)
         return target
 
     def close(self) -> None:

@@ -35,6 +35,7 @@ from shoal.run.training import write_model
 from shoal.tasks.jsonl import rows_of
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Json, Message, Role, Sample, seed_for
+from shoal.weights.store import ADAPTER_FILE, FILE
 
 Rows: TypeAlias = tuple[Sample, ...]
 """Rows of one conversation, or the preferred answer's row and the other's."""
@@ -91,7 +92,9 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
                 await asyncio.to_thread(checkpoint.seal, run_dir, step, keep=config.checkpoint.keep)
         weights = run_dir / "weights"
         weights.mkdir(exist_ok=True)
-        await trainer.write_version(weights / "model.safetensors")
+        await trainer.write_version(weights / FILE)
+        if train.lora.rank:
+            await trainer.write_version(weights / ADAPTER_FILE, push=False)
         await asyncio.to_thread(write_model, model_dir, weights, run_dir)
     tenth = max(1, len(losses) // 10)
     means = {"loss_first": fmean(losses[:tenth] or [0.0]), "loss_last": fmean(losses[-tenth:] or [0.0])}

@@ -45,7 +45,7 @@ from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
 from shoal.trainer.worker import Rank, TrainerProcess
 from shoal.types import Sampling, Split
-from shoal.weights.store import FILE, WeightStore
+from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
 
 PARITY_TOKENS = 24
 MOST_GANGS = 16
@@ -170,10 +170,10 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Re
         trained_s = await _train_and_evaluate(parts, prepared, loop, own)
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     write_model(prepared.model_dir, newest, parts.run_dir)
-    if version_file(parts.config) != FILE:
-        merged = parts.run_dir / "adapter" / FILE  # not in model/, where an adapter beside would be added again
-        await parts.trainer.write_version(merged, push=False)
-        merged.replace(parts.run_dir / "model" / FILE)
+    if parts.config.train.lora.rank:  # a Version has either; in one folder, transformers would add the adapter again
+        other = Path("model", FILE) if version_file(parts.config) == ADAPTER_FILE else Path("adapter", ADAPTER_FILE)
+        (parts.run_dir / other.parent).mkdir(exist_ok=True)
+        await parts.trainer.write_version(parts.run_dir / other, push=False)
     if backup := parts.config.checkpoint.backup:
         await asyncio.to_thread(back_up, parts.run_dir, backup)
     totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
@@ -268,8 +268,8 @@ async def logprob_mismatch(parts: LoopDeps, prepared: Prepared, *, same_weights:
 def write_model(model_dir: Path, weights: Path, run_dir: Path) -> None:
     """Writes the trained model as a Hugging Face directory: settings and tokenizer of the original, other weights.
 
-    Adapters are merged into these weights, and `adapter/` has them by themselves. Where a Version is an adapter, the
-    trainer writes the merged weights afterwards.
+    Adapters are merged into these weights, and `adapter/` has them by themselves. A Version has one of both, and the
+    trainer writes the other afterwards.
     """
     target = run_dir / "model"
     try:

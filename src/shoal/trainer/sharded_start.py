@@ -62,6 +62,9 @@ def loaded(
     model = load_model(path, device=device, gradient_checkpointing=gradient_checkpointing)
     if lora is not None and adapted:
         add_adapters(model, lora)
+        if ranks.count > 1 and hasattr(model.get_output_embeddings(), "get_delta_weight"):
+            # It is called after the sharded forward, whose hooks would collect its gradient.
+            raise ConfigError("train.lora.targets: expected no head with several train.ranks, which do not train it")
     ranks.shard(model, device)
     return model
 

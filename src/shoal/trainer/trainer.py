@@ -185,17 +185,13 @@ class Trainer:
         Each rank writes the rows that it has: the file is whole when all have answered, and appears whole with one.
 
         Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
-        the weights, and also written beside them (`weight_files.adapter_paths`); a path with the name of an adapter's
-        file gets the adapters alone.
+        the weights. A path with the name of an adapter's file gets the adapters instead, with their settings beside it.
         """
-        alone = path.name == weight_files.WEIGHTS_FILE
-        adapters, settings = weight_files.adapter_files(self.model, self._config.lora)
-        if adapters:
-            file, settings_file = weight_files.adapter_paths(path)
-            self._write(file, RowLayout.of(adapters), rows_of(adapters, self._ranks))
+        if path.name == weight_files.WEIGHTS_FILE:
+            adapters, settings = weight_files.adapter_files(self.model, self._config.lora)
+            self._write(path, RowLayout.of(adapters), rows_of(adapters, self._ranks))
             if self._ranks.first:
-                settings_file.write_text(settings)
-        if alone:
+                path.with_name(weight_files.CONFIG_FILE).write_text(settings)
             return
         weights = self.tensors()
         self._version = self._version or VersionRows.of(self.model, weights, self._dtype)

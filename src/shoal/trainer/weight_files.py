@@ -7,7 +7,6 @@ Engines get merged weights, so sampling costs nothing extra and every engine can
 """
 
 import json
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from shoal.config.training import LoRAConfig
 from shoal.errors import ConfigError
+from shoal.model.adapter_targets import check_targets
 from shoal.types import seed_for
 
 ADAPTER = "default"
@@ -26,15 +26,12 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Adds adapters to the model's linear layers and freezes everything else.
 
     Adapters start with zero effect and a fixed seed, so a run replayed from its beginning arrives at the same weights.
-    Raises `ConfigError` without peft, when no layer has a name in `config.targets`, and for a mixture of experts
-    without targets: its experts are packed tensors, which would silently stay as they are.
+    Raises `ConfigError` without peft, and for targets that `check_targets` refuses.
     """
+    embedding = model.get_input_embeddings().weight
+    linear = [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one.weight is not embedding]
     packed = (name for name, p in model.named_parameters() if p.ndim == 3 and ".experts." in name)
-    if not config.targets and (expert := next(packed, None)) is not None:
-        raise ConfigError(
-            f"train.lora.targets: expected the names of layers to adapt, such as q_proj: the model has experts "
-            f"({expert}), which adapters do not train"
-        )
+    check_targets(config.targets, linear, next(packed, None))
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ModuleNotFoundError as error:
@@ -93,8 +90,3 @@ def adapter_files(model: PreTrainedModel, config: LoRAConfig) -> tuple[dict[str,
         "bias": "none",
     }
     return tensors, json.dumps(settings, indent=1) + "\n"
-
-
-def adapter_paths(weights: Path) -> tuple[Path, Path]:
-    """Paths of the adapter tensors and settings beside a weights file."""
-    return weights.with_name(WEIGHTS_FILE), weights.with_name(CONFIG_FILE)

@@ -1,0 +1,42 @@
+"""Names of the layers that low-rank adapters may change; loads no torch."""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from shoal.errors import ConfigError
+
+HEAD = "lm_head"
+
+
+def check_targets(targets: Sequence[str], linear: Collection[str], expert: str | None) -> None:
+    """Raises `ConfigError` unless each target is the name, or its end, of a linear layer with a weight of its own.
+
+    A head that is tied to the embedding is none of `linear`: its adapter would be in no checkpoint, because one tensor
+    stands for both. A mixture of experts, with the name of an `expert`, needs targets: adapters do not train experts.
+    """
+    if not targets and expert is not None:
+        raise ConfigError(
+            f"train.lora.targets: expected the names of layers to adapt, such as q_proj: the model has experts "
+            f"({expert}), which adapters do not train"
+        )
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    for target in targets:
+        if not any(f".{name}".endswith(f".{target}") for name in linear):
+            raise ConfigError(
+                f"train.lora.targets: expected linear layers with a weight that no other layer shares "
+                f"({', '.join(names)}), got {target!r}"
+            )
+
+
+def check_targets_of_files(targets: Sequence[str], shapes: Mapping[str, Sequence[int]]) -> None:
+    """Raises `ConfigError` as `check_targets`, by the names and shapes of a checkpoint's tensors.
+
+    Layers are numbered; a checkpoint without the head's weight has it tied to the embedding.
+    """
+    layers = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
+    experts = [name for name in shapes if ".experts." in name]
+    linear = [
+        name
+        for name in layers
+        if ".experts." not in name and (any(map(str.isdigit, name.split("."))) or name.endswith(HEAD))
+    ]
+    check_targets(targets, linear, next(iter(experts), None))
