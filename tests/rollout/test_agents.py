@@ -460,6 +460,8 @@ def test_a_framework_s_own_tools_are_called_in_the_format_of_the_template(monkey
 
 REFUSED: list[dict[str, object]] = [
     {"run": ["true"], "score": "model"},
+    {"run": ["no-such-program"], "score": "agent"},
+    {"run": [sys.executable, "no_such_script.py"], "score": "agent"},
     {"run": ["true"], "score": "agent", "answer_file": "answer.txt"},
     {"run": ["true"], "score": "agent", "reads": ["/usr"]},
     {"run": ["true"], "reads": ["/no/such/folder"]},

@@ -35,6 +35,14 @@ def test_init_names_the_files_and_the_next_commands(tmp_path: Path) -> None:
     assert made.stdout.endswith("  cd mine\n  shoal train run.toml --dry-run\n  shoal train run.toml\n")
 
 
+def test_init_names_the_source_of_this_installation_for_another_one(tmp_path: Path) -> None:
+    made = shoal("init", "verifiers", "mine", cwd=tmp_path)
+    (line,) = [line for line in made.stdout.splitlines() if "--no-deps" in line]
+    folder = Path(line.rpartition(" ")[2])
+    assert (folder / "pyproject.toml").is_file()
+    assert line.strip() in (tmp_path / "mine" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("kind", ALONE)
 def test_a_dry_run_of_a_starter_passes_from_any_folder(kind: str, tmp_path: Path) -> None:
     write_starter(kind, tmp_path / "mine")

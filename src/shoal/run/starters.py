@@ -3,14 +3,20 @@
 A checkout has them under `examples/start`, from where the wheel takes them to `shoal/starters`.
 """
 
+import json
 import re
+import shlex
 import shutil
+from importlib.metadata import distribution
 from pathlib import Path
+from urllib.parse import unquote
 
 from shoal.errors import RunDirError
 
 HERE = Path(__file__).parents[1]
 PLACES = (HERE / "starters", HERE.parents[1] / "examples" / "start")
+BY_NAME = "--no-deps shoal"
+"""Words of a page that stand for a second installation of Shoal, from where this one came."""
 _COMMANDS = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -22,6 +28,14 @@ def starter_folder(kind: str) -> Path:
     raise RunDirError(f"init: expected the starter {kind!r} in {PLACES[0]}; install Shoal again")
 
 
+def _source() -> str:
+    """Where pip got this installation of Shoal: a folder, an address, or else its name."""
+    origin = json.loads(distribution("shoal").read_text("direct_url.json") or "{}")
+    url = str(origin.get("url", "shoal"))
+    tool = origin.get("vcs_info", {}).get("vcs")
+    return f"{tool}+{url}" if tool else shlex.quote(unquote(url.removeprefix("file://")))
+
+
 def write_starter(kind: str, folder: Path) -> tuple[list[Path], list[str]]:
     """Copies a starter to a new folder. Returns its files, and the commands of its README. Raises `RunDirError`."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -31,5 +45,7 @@ def write_starter(kind: str, folder: Path) -> tuple[list[Path], list[str]]:
         shutil.copytree(source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "runs"))
     except OSError as error:
         raise RunDirError(f"{folder} cannot be written: {error}") from error
-    blocks = _COMMANDS.findall((folder / "README.md").read_text(encoding="utf-8"))
+    page = folder / "README.md"
+    page.write_text(page.read_text(encoding="utf-8").replace(BY_NAME, f"--no-deps {_source()}"), encoding="utf-8")
+    blocks = _COMMANDS.findall(page.read_text(encoding="utf-8"))
     return sorted(path for path in folder.rglob("*") if path.is_file()), blocks[0].splitlines()

@@ -17,6 +17,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +30,8 @@ from typing import IO, TYPE_CHECKING, Literal, TypeAlias
 import msgspec
 
 from shoal.checker import table_complaint
-from shoal.errors import TaskError
+from shoal.errors import TaskError, did_you_mean
+from shoal.files import beside
 from shoal.interfaces import Model
 from shoal.net.openai_client import close_clients, session_client
 from shoal.net.process import cores, ended, settled
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 AgentFunction: TypeAlias = "Callable[[Task, AsyncOpenAI], Awaitable[Outcome | str | float | None]]"
 
+SCRIPTS = (".py", ".sh")
 OUTCOME_FD = "SHOAL_OUTCOME_FD"
 """Variable of a command's environment: the number of the descriptor that takes its outcome."""
 MOST_OUTCOME_BYTES = 1 << 20
@@ -126,6 +129,11 @@ def agent_of(named: object, field: str = "agent") -> Agent:
 
 def _why_no_command(spec: Named) -> str:
     """Reason why the settings name no command for this machine; empty where they do."""
+    program, script = spec.run[0], Path("".join(spec.run[1:2]))
+    if shutil.which(program) is None:
+        return f"expected a program that can be run, and there is no {program!r} on this machine"
+    if script.suffix in SCRIPTS and not script.exists():
+        return f"expected a script to run, and there is no {str(script)!r}{did_you_mean(script.name, beside(script))}"
     if missing := [name for name in spec.env if name not in os.environ]:
         return f"expected the variable {missing[0]} in the environment, as env names it; it is not set"
     if missing := [path for path in spec.reads if not os.path.exists(path)]:
