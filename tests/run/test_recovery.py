@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import stat
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,6 +61,37 @@ def test_a_log_that_lost_steps_of_a_checkpoint_is_refused_is_an_event_and_is_fou
     assert record["name"] == "log_behind_checkpoint"
     shutil.rmtree(tmp_path / "checkpoints" / "step-5")
     asyncio.run(open_buffer(tmp_path, run_meta(CONFIG), resume=True).close())
+
+
+def test_what_is_left_of_steps_that_the_log_lost_goes_at_a_resume_and_is_an_event(tmp_path: Path) -> None:
+    asyncio.run(run_steps(tmp_path, 0, 3, save=2))
+    shutil.copy(tmp_path / FILE, tmp_path / "older")
+    asyncio.run(run_steps(tmp_path, 3, 6, resume=True))
+    shutil.move(tmp_path / "older", tmp_path / FILE)
+    config = CONFIG.model_copy(update={"run_dir": str(tmp_path)})
+    with closing(JsonlTracker(tmp_path / "metrics.jsonl")) as metrics:
+        for step in range(1, 7):
+            metrics.log(step, {"reward": 1.0})
+            metrics.write("eval", {"step": step})
+            metrics.write("event", {"name": "said", "step": step})
+    for name in ("held_out/000003.jsonl.gz", "held_out/000005.jsonl.gz", "tokens/000006.1.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+
+    async def opened() -> None:
+        async with opened_run(config, (), resume=True) as (buffer, _):
+            assert buffer.recovered.last_step == 2
+
+    for _ in range(2):
+        asyncio.run(opened())
+        records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+        assert [record["step"] for record in records if record["kind"] == "step"] == [1, 2, 3]
+        assert [record["step"] for record in records if record["kind"] == "eval"] == [1, 2, 3]
+        assert [record["step"] for record in records if record.get("name") == "said"] == [1, 2, 3, 4, 5, 6]
+        (lost,) = [record["reason"] for record in records if record.get("name") == "steps_lost"]
+        assert lost == "the log lacks 3 steps that metrics.jsonl had; they are trained anew"
+        left = sorted(path.name for folder in ("held_out", "tokens") for path in (tmp_path / folder).iterdir())
+        assert left == ["000003.jsonl.gz"]
 
 
 LATE: Record = {"staleness_max": 1}

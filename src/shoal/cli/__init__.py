@@ -168,6 +168,7 @@ def view(
     uvloop.run(serve_view(chosen, host=host, port=port, announce=announce, waits=beside))
 
 
+app.command(rich_help_panel=MANY)(run_commands.restore)
 app.command("runs", rich_help_panel=LOOK)(run_commands.list_runs)
 
 

@@ -97,6 +97,17 @@ def list_runs(
         print(f"{folder} holds no run; shoal demo makes one")
 
 
+def restore(
+    backup: Annotated[str, typer.Argument(help="A folder or a URL, as in checkpoint.backup.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A new run directory.")],
+) -> None:
+    """Make a run directory of a backup, with which --resume goes on."""
+    from shoal.run.backup import restore as restore_run
+
+    restore_run(backup, run)
+    print(f"{run}\n\nnext:\n  shoal train {run} --resume")
+
+
 def init(
     kind: Annotated[Starter, typer.Argument(help="What is your own: data, a reward, an agent, ...")],
     folder: Annotated[Path | None, typer.Argument(help="A new folder; my-KIND when unset.")] = None,

@@ -18,7 +18,7 @@ from shoal.errors import RunDirError
 from shoal.files import checksum, sync
 
 FOLDER = "checkpoints"
-_FILES = "files.json"
+FILES = "files.json"
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 
@@ -62,7 +62,7 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
         saved = {str(file.relative_to(unfinished)): (file.stat().st_size, checksum(file)) for file in files}
         if not saved:
             raise RunDirError(f"{unfinished} is empty: nothing was saved")
-        (unfinished / _FILES).write_text(json.dumps(saved, sort_keys=True))
+        (unfinished / FILES).write_text(json.dumps(saved, sort_keys=True))
         for path in [*unfinished.rglob("*"), unfinished]:
             sync(path)
         if final.exists():
@@ -107,5 +107,5 @@ def _is_whole(path: Path) -> bool:
 
 
 def _saved(path: Path) -> dict[str, tuple[int, str]]:
-    files: dict[str, tuple[int, str]] = json.loads((path / _FILES).read_text())
+    files: dict[str, tuple[int, str]] = json.loads((path / FILES).read_text())
     return files

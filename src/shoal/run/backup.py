@@ -1,11 +1,13 @@
 """Copies of a running run to another disk, from which it goes on when its host is lost.
 
-    <backup>/log.sqlite, archive/, checkpoints/, metrics.jsonl, resolved.toml, credentials.json, run.key, run.token
+    <backup>/backup.json       names, modes and checksums of the run's files; replaced last
+    <backup>/objects/<hash>    their bytes, named by their checksum
 
-SQLite's backup interface gives the log as of one moment while the run goes on writing it. The snapshot is made beside
-the log and copied as a file, because SQLite's locks do not hold on network file systems. Each file gets its name once
-it is whole. Checkpoints come before the log, which therefore has every step that a checkpoint of the backup holds. A
-backup lies in a folder, or behind a URL whose protocol fsspec knows.
+A copy begins with a stage in the run directory: hard links to checkpoints, then SQLite's snapshot of the log, then
+links to the shards that the snapshot names. So the log has every step of each checkpoint, and every shard is there,
+whatever the run does meanwhile. Objects that the place lacks follow, then `backup.json`; objects that it no longer
+names are removed. A copy that ends at any point leaves the one before it whole. A backup lies in a folder, or behind a
+URL whose protocol fsspec knows.
 """
 
 import asyncio
@@ -13,29 +15,52 @@ import posixpath
 import shutil
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from shoal.errors import RunDirError
-from shoal.files import replaced
+from shoal.experience import archive, checkpoint
+from shoal.files import checksum, replaced
 from shoal.net.identity import Identity
 from shoal.observe.metrics import Trackers
 
 LOG = "log.sqlite"
 KEY_FILE = "run.key"
-METRICS = "metrics.jsonl"
-FIRST_FILES = (KEY_FILE, "run.token", "resolved.toml", "credentials.json")
-"""Files that are copied before all others, because they say whose a backup is."""
-FOLDERS = ("checkpoints", "archive")
+PLAIN_FILES = (KEY_FILE, "run.token", "resolved.toml", "credentials.json", "metrics.jsonl")
+"""Files that are copied as they are. The metrics come before the log, so that they never have more steps than it."""
+MANIFEST, OBJECTS = "backup.json", "objects"
+MOST_MANIFEST_BYTES = 64_000_000
+STAGES = 10
+"""Attempts to stage a run whose checkpoints change while they are linked."""
+_copying = threading.Lock()
+"""Held by the copy that runs: the last copy of a run may begin before a cancelled one has ended."""
+
+
+class BackupFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A file of the run."""
+
+    name: str
+    """Path below the run directory, with slashes."""
+    checksum: str
+    mode: int
+
+
+class BackupManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Content of `backup.json`."""
+
+    key: str
+    """Public key of the run, in hex: it says whose the backup is."""
+    files: tuple[BackupFile, ...] = ()
 
 
 class BackupPlace(Protocol):
     """Place of a backup, whose files have names with slashes. Every method raises `OSError`."""
-
-    def has(self, name: str) -> bool:
-        """Whether there is a file of that name."""
 
     def names(self, folder: str = "") -> set[str]:
         """Names in a folder; of none when there is no such folder."""
@@ -56,9 +81,6 @@ class FolderPlace:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-
-    def has(self, name: str) -> bool:
-        return (self._folder / name).exists()
 
     def names(self, folder: str = "") -> set[str]:
         return {path.name for path in (self._folder / folder).glob("*")}
@@ -86,13 +108,10 @@ class UrlPlace:
         with _as_os_error(url):
             self._fs, self._root = fsspec.url_to_fs(url)
 
-    def has(self, name: str) -> bool:
-        with _as_os_error(name):
-            return bool(self._fs.exists(self._at(name)))
-
     def names(self, folder: str = "") -> set[str]:
         with _as_os_error(folder):
             where = self._at(folder)
+            self._fs.invalidate_cache(where)  # another host may have written there
             found = self._fs.ls(where, detail=False) if self._fs.exists(where) else []
             return {posixpath.basename(path.rstrip("/")) for path in found}
 
@@ -132,7 +151,7 @@ def place_of(where: str) -> BackupPlace:
 
 
 async def keep_backup(run_dir: Path, target: str, every_s: float, trackers: Trackers) -> None:
-    """Copies the run again and again, for ever; a copy that fails is an event, and the run goes on."""
+    """Copies the run at intervals; a copy that fails is an event, and the run goes on."""
     while True:
         await asyncio.sleep(every_s)
         try:
@@ -142,51 +161,167 @@ async def keep_backup(run_dir: Path, target: str, every_s: float, trackers: Trac
 
 
 def check_backup(run_dir: Path, target: str) -> None:
-    """Raises `RunDirError` for a place that cannot be had, or that has the backup of another run."""
-    key, kept = Identity.load(run_dir / KEY_FILE).public_key, b""
+    """Raises `RunDirError` for a place that cannot be had, or that has something other than this run's backup.
+
+    Marks an empty place as this run's.
+    """
+    key = _public_key(run_dir)
     try:
         place = place_of(target)
-        filled = place.names()
-        if KEY_FILE in filled:
-            with tempfile.TemporaryDirectory() as folder:
-                place.get(KEY_FILE, Path(folder) / KEY_FILE)
-                (Path(folder) / KEY_FILE).chmod(0o600)
-                kept = Identity.load(Path(folder) / KEY_FILE).public_key
+        found = manifest_of(place)
+        if found is None and not place.names():
+            _put_manifest(run_dir, place, BackupManifest(key))
+            return
     except OSError as error:
         why = error.strerror or error
         raise RunDirError(f"checkpoint.backup: expected a folder or a URL, got {target}: {why}") from error
-    if filled and kept != key:
+    if found is None or found.key != key:
         raise RunDirError(f"checkpoint.backup: expected an empty folder or this run's, got something else in {target}")
 
 
 def back_up(run_dir: Path, target: str) -> None:
-    """Brings a backup up to date. Raises `OSError` or `sqlite3.Error`."""
-    place = place_of(target)
-    for name in FIRST_FILES:
-        if (run_dir / name).exists():
-            place.put(run_dir / name, name)
-    for name in FOLDERS:
-        _mirror(run_dir, name, place)
-    snapshot = run_dir / "backup.sqlite"
-    snapshot.unlink(missing_ok=True)
-    with closing(sqlite3.connect(run_dir / LOG)) as log, closing(sqlite3.connect(snapshot)) as copy:
-        log.backup(copy)
-    place.put(snapshot, LOG)
-    snapshot.unlink()
-    if (run_dir / METRICS).exists():
-        place.put(run_dir / METRICS, METRICS)
+    """Brings a backup up to date. Raises `OSError` or `sqlite3.Error`, and leaves the backup as it was."""
+    copy_run(run_dir, place_of(target))
 
 
-def _mirror(run_dir: Path, folder: str, place: BackupPlace) -> None:
-    """Copies what is new below a folder, and then removes what is gone; finished files never change."""
-    for path in sorted((run_dir / folder).rglob("*")):
-        name = path.relative_to(run_dir).as_posix()
-        if path.is_file() and _finished(path) and not place.has(name):
-            place.put(path, name)
-    for gone in place.names(folder):
-        if not (run_dir / folder / gone).exists():
-            place.remove(f"{folder}/{gone}")
+def copy_run(run_dir: Path, place: BackupPlace) -> None:
+    """Copies a run to a place, as `back_up` does."""
+    stage = run_dir / "backup.unfinished"
+    with _copying:
+        try:
+            _stage(run_dir, stage)
+            paths = sorted(path for path in stage.rglob("*") if path.is_file())
+            described = {path: _described(path, stage) for path in paths}
+            there = place.names(OBJECTS)
+            for path, file in described.items():
+                if file.checksum not in there:
+                    place.put(path, f"{OBJECTS}/{file.checksum}")
+            _put_manifest(run_dir, place, BackupManifest(_public_key(run_dir), tuple(described.values())))
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
+        for gone in there - {file.checksum for file in described.values()}:
+            place.remove(f"{OBJECTS}/{gone}")
 
 
-def _finished(path: Path) -> bool:
-    return not any(part.endswith((".unfinished", ".replaced")) for part in path.parts)
+def restore(source: str, run_dir: Path) -> None:
+    """Makes a run directory of a backup, from which `--resume` goes on. Raises `RunDirError`; then nothing is left."""
+    if run_dir.exists():
+        raise RunDirError(f"restore: expected a new folder, got {run_dir}, which exists")
+    unfinished = run_dir.with_name(f"{run_dir.name}.unfinished")
+    try:
+        place = place_of(source)
+        found = manifest_of(place)
+        while found is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            try:
+                _fetch(place, found, unfinished)
+                break
+            except OSError:
+                before, found = found, manifest_of(place)
+                if found == before:  # else the run has replaced the copy meanwhile
+                    raise
+        if found is None or not found.files:
+            raise RunDirError(f"restore: expected a backup with a finished copy, got {source}")
+        unfinished.replace(run_dir)
+    except OSError as error:
+        raise RunDirError(f"restore: {source} cannot be copied to {run_dir}: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def manifest_of(place: BackupPlace) -> BackupManifest | None:
+    """Manifest of a backup; None where there is none. Raises `OSError`, also for one that cannot be read."""
+    if MANIFEST not in place.names():
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        place.get(MANIFEST, Path(folder) / MANIFEST)
+        if (Path(folder) / MANIFEST).stat().st_size > MOST_MANIFEST_BYTES:
+            raise OSError(f"{MANIFEST}: expected at most {MOST_MANIFEST_BYTES} bytes")
+        try:
+            return msgspec.json.decode((Path(folder) / MANIFEST).read_bytes(), type=BackupManifest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise OSError(f"{MANIFEST} is damaged: {error}") from error
+
+
+def _put_manifest(run_dir: Path, place: BackupPlace, manifest: BackupManifest) -> None:
+    """Makes a manifest the backup's."""
+    with tempfile.TemporaryDirectory(dir=run_dir, prefix="backup.") as folder:
+        (Path(folder) / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+        place.put(Path(folder) / MANIFEST, MANIFEST)
+
+
+def _public_key(run_dir: Path) -> str:
+    return Identity.load(run_dir / KEY_FILE).public_key.hex()
+
+
+def _stage(run_dir: Path, stage: Path) -> None:
+    """Puts the run's files of one moment into an empty folder. Raises `OSError` or `sqlite3.Error`."""
+    for _ in range(STAGES):
+        shutil.rmtree(stage, ignore_errors=True)
+        stage.mkdir(mode=0o700)
+        for name in PLAIN_FILES:
+            with suppress(FileNotFoundError):
+                shutil.copy2(run_dir / name, stage / name)
+        for saved in checkpoint.checkpoints(run_dir):
+            _link_checkpoint(saved.path, stage / saved.path.relative_to(run_dir))
+        with closing(sqlite3.connect(run_dir / LOG)) as log, closing(sqlite3.connect(stage / LOG)) as copy:
+            log.backup(copy)
+            shards = [name for (name,) in copy.execute("SELECT name FROM shards")]
+            archived = archive.archived_through(copy)
+        (stage / LOG).chmod((run_dir / LOG).stat().st_mode & 0o777)
+        for name in shards:
+            _link(run_dir / archive.FOLDER / name, stage / archive.FOLDER / name)
+        staged = checkpoint.checkpoints(stage)
+        if staged[-1].step >= archived if staged else not checkpoint.checkpoints(run_dir):
+            return
+    raise OSError("checkpoints are replaced faster than they can be linked; save them less often")
+
+
+def _link_checkpoint(path: Path, target: Path) -> None:
+    """Links the files of a checkpoint, or nothing when the run removes or replaces it meanwhile."""
+    try:
+        listed = (path / checkpoint.FILES).read_bytes()
+        for file in [file for file in path.rglob("*") if file.is_file()]:
+            _link(file, target / file.relative_to(path))
+        if (path / checkpoint.FILES).read_bytes() == listed:
+            return
+    except FileNotFoundError:
+        pass
+    shutil.rmtree(target, ignore_errors=True)
+
+
+def _link(path: Path, target: Path) -> None:
+    """Gives finished bytes a second name; a disk without hard links gets a copy. Raises `FileNotFoundError`."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.hardlink_to(path)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copy2(path, target)
+
+
+def _described(path: Path, stage: Path) -> BackupFile:
+    status = path.stat()
+    digest = _checksum_of(path, status.st_ino, status.st_size, status.st_mtime_ns)
+    return BackupFile(path.relative_to(stage).as_posix(), digest, status.st_mode & 0o777)
+
+
+@lru_cache(maxsize=10_000)
+def _checksum_of(path: Path, inode: int, size: int, mtime_ns: int) -> str:
+    """Checksum of a staged file, read once for the links of all copies to the same bytes."""
+    return checksum(path)
+
+
+def _fetch(place: BackupPlace, manifest: BackupManifest, folder: Path) -> None:
+    """Copies the files of a manifest into a new folder. Raises `OSError`, also for bytes that differ."""
+    folder.mkdir(mode=0o700, parents=True)
+    for file in manifest.files:
+        target = folder / file.name
+        if not target.resolve().is_relative_to(folder.resolve()):
+            raise OSError(f"{MANIFEST}: expected names below the run directory, got {file.name!r}")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        place.get(f"{OBJECTS}/{file.checksum}", target)
+        if checksum(target) != file.checksum:
+            raise OSError(f"{OBJECTS}/{file.checksum} of {file.name} is damaged")
+        target.chmod(file.mode)

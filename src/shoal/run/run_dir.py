@@ -17,10 +17,12 @@ from shoal.errors import ConfigError, LogBehind, RunDirError
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta
 from shoal.files import replaced
-from shoal.observe.metrics import JsonlTracker, Record, Trackers, trackers_of
+from shoal.observe.metrics import JsonlTracker, Record, Trackers, number, records_in, trackers_of
 from shoal.plugins import source_hash
 
 QUEUED_GROUPS = 1.25  # times the groups that fill the engine: it must never wait for the next
+STEP_KINDS = ("step", "eval", "answer")
+"""Kinds of records whose `step` is a number of the log's steps."""
 FOLDERS = ("weights", "logs", "checkpoints", "swarm", "model", "adapter", "archive", "held_out", "tokens")
 
 Listener: TypeAlias = Callable[[Record], None]
@@ -76,6 +78,8 @@ async def opened_run(
         stack.push_async_callback(buffer.close)
         try:
             changed = changed_settings(config, run_dir)
+            last = buffer.recovered.last_step
+            lost = forget_lost_steps(run_dir, 0 if last is None else last + 1) if resume else 0
             write_resolved(config, run_dir)
             if config.metrics.otlp is not None:
                 from shoal.observe.spans import SpanListener  # few runs send spans
@@ -86,6 +90,9 @@ async def opened_run(
             with closing(trackers_of(config.metrics, run_dir, listeners)) as trackers:
                 stack.callback(buffer.on_locked, lambda locked: None)
                 buffer.on_locked(partial(_report_lock, trackers))
+                if lost:
+                    reason = f"the log lacks {lost} steps that metrics.jsonl had; they are trained anew"
+                    trackers.log_event("steps_lost", reason=reason)
                 if changed:
                     trackers.log_event("settings_changed", settings=", ".join(changed))
                 if trackers.prometheus_port is not None:
@@ -105,6 +112,31 @@ def open_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool)
         with closing(JsonlTracker(run_dir / "metrics.jsonl")) as metrics:
             metrics.write("event", {"name": "log_behind_checkpoint", "reason": str(error)})
         raise
+
+
+def forget_lost_steps(run_dir: Path, steps: int) -> int:
+    """Removes the metrics, held-out answers and token files of steps after the log's; returns how many steps.
+
+    The log of a run may lack its newest steps after a loss of power, or when an older copy took its place.
+    Raises `RunDirError`.
+    """
+    path, newest = run_dir / "metrics.jsonl", steps
+    try:
+        for folder in ("held_out", "tokens"):
+            for file in (run_dir / folder).glob("[0-9]*"):
+                if int(file.name.partition(".")[0]) > steps:
+                    file.unlink()
+        kept = []
+        for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+            at = [int(number(record, "step", 0)) for record in records_in(line) if record["kind"] in STEP_KINDS]
+            newest = max([newest, *at])
+            kept += [] if at and at[0] > steps else [line]
+        if newest > steps:
+            with replaced(path, private=True) as unfinished:
+                unfinished.write_bytes(b"".join(kept))
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error}") from error
+    return newest - steps
 
 
 def _groups_at_once(config: Config) -> int:
