@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ import pytest
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox.command import installed_packages, outermost, package_folders
 from shoal.sandbox.program import Backend, Ended, Program, ProgramLimits
-from shoal.sandbox.runner import probe, run, run_async, why_not
+from shoal.sandbox.runner import is_shortage, probe, run, run_async, why_not
 from shoal.sandbox.supervisor import run_on
 from until import until
 
@@ -172,6 +173,47 @@ def test_a_sandbox_that_cannot_be_set_up_says_why(backend: Backend) -> None:
 
 def test_the_probe_names_every_rung() -> None:
     assert list(probe()) == list(Backend)
+
+
+SHORT_OF_DESCRIPTORS = """
+import asyncio, os, resource
+from shoal.errors import SandboxUnavailable
+from shoal.sandbox.runner import in_use, strongest, strongest_if_any
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), limits[1]))
+for probe in (strongest, strongest_if_any):
+    try:
+        print(probe())
+    except SandboxUnavailable as error:
+        print(error)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print(in_use())
+"""
+
+
+def test_a_machine_short_of_something_gets_no_weaker_sandbox_and_its_own_one_later() -> None:
+    command = [sys.executable, "-c", SHORT_OF_DESCRIPTORS]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.splitlines()
+    first = next(iter(Backend))
+    assert all(f"{first.value} could not be tried, and may work later" in one for one in said[:2]), said
+    assert said[2] == next((one.value for one, why in probe().items() if not why), "none")
+
+
+@pytest.mark.parametrize(
+    ("why", "passes"),
+    [
+        ("the sandbox failed fork: Resource temporarily unavailable", True),
+        ("bwrap: Creating new namespace failed: Resource temporarily unavailable", True),
+        ("[Errno 12] Cannot allocate memory", True),
+        ("the bubblewrap sandbox could not be set up: no report came in 20 s", True),
+        ("bwrap: setting up uid map: Permission denied", False),
+        ("[Errno 2] No such file or directory: 'bwrap'", False),
+        ("the sandbox failed unshare: Operation not permitted", False),
+        ("Landlock 3 (Linux 6.2) or newer is needed, the kernel has none", False),
+    ],
+)
+def test_a_reason_that_may_pass_is_told_from_one_that_stays(why: str, passes: bool) -> None:
+    assert is_shortage(why) is passes
 
 
 def test_only_the_outermost_of_nested_paths_is_kept() -> None:

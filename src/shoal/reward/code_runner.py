@@ -4,7 +4,6 @@ import asyncio
 import marshal
 import socket
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from shoal import checker
@@ -14,7 +13,7 @@ from shoal.reward import code, in_sandbox
 from shoal.reward.code import PYTEST_MEMORY_BYTES, Job, Runs, wall_s, why_not
 from shoal.sandbox.command import installed_packages
 from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
-from shoal.sandbox.runner import run_async, strongest
+from shoal.sandbox.runner import in_thread, run_async, strongest
 from shoal.types import Reward, RewardStatus, Task
 
 RETRIES = 2
@@ -104,8 +103,7 @@ class CodeScorer:
     async def _run_program(self, job: Job, text: str) -> Runs:
         """Runs a job in one sandbox, or in one per input of a script where a sandbox may have only one process."""
         if self._backend is None:
-            with ThreadPoolExecutor(1, "sandbox") as thread:
-                self._backend = await asyncio.get_running_loop().run_in_executor(thread, strongest)
+            self._backend = await in_thread(strongest)
         if job.kind == "call" or (self._backend is not Backend.LANDLOCK and len(job.given) > 1):
             return Runs((await self._run(program_of(job, text), limits_of(job)),))
         runs: list[Finished] = []

@@ -18,11 +18,11 @@ from typing import Self
 from shoal import wire
 from shoal.checker import Spec
 from shoal.config import RewardConfig
-from shoal.errors import ChildDied, SandboxUnavailable
+from shoal.errors import ChildDied
 from shoal.reward.messages import Batch, exhausted
 from shoal.sandbox.boxed_child import BoxedChild
 from shoal.sandbox.program import Backend
-from shoal.sandbox.runner import strongest
+from shoal.sandbox.runner import in_thread, strongest_if_any
 from shoal.types import Reward, RewardStatus, Task
 
 WORKER = "shoal.reward.worker"
@@ -127,8 +127,7 @@ class WorkerScorer:
     async def __aenter__(self) -> Self:
         """Starts the workers; returns when all are ready. Raises `ChildDied` when one cannot start."""
         if self._boxed:
-            with contextlib.suppress(SandboxUnavailable):
-                self._backend = await asyncio.to_thread(strongest)
+            self._backend = await in_thread(strongest_if_any)
         async with contextlib.AsyncExitStack() as failing:
             failing.push_async_callback(self.__aexit__)
             try:

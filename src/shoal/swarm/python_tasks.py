@@ -22,11 +22,11 @@ import msgspec
 from shoal import wire
 from shoal.checker import is_confined, task_spec
 from shoal.config import SwarmConfig
-from shoal.errors import ChildDied, SandboxUnavailable, TaskError, WireError
+from shoal.errors import ChildDied, TaskError, WireError
 from shoal.plugins import described
 from shoal.sandbox.boxed_child import BoxedChild
 from shoal.sandbox.program import Backend
-from shoal.sandbox.runner import strongest
+from shoal.sandbox.runner import in_thread, strongest_if_any
 from shoal.swarm.offer import Claim, Course, OfferedRollout
 from shoal.swarm.python_worker import (
     DrawSeed,
@@ -95,8 +95,7 @@ class PythonTasks:
 
     async def __aenter__(self) -> Self:
         """Finds the sandbox of this machine."""
-        with contextlib.suppress(SandboxUnavailable):
-            self._backend = await asyncio.to_thread(strongest)
+        self._backend = await in_thread(strongest_if_any)
         return self
 
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
