@@ -41,7 +41,8 @@ from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout, Want, offer_of
 from shoal.swarm.peer import INTAKE_PER_S, Joined
-from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
+from shoal.swarm.refusals import Reason
+from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
 

@@ -39,7 +39,8 @@ from shoal.swarm.human.questions import (
 from shoal.swarm.human.server import HumanServer, Rates
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
-from shoal.swarm.trust import IngressFilter, Reason, VerifiedMessage
+from shoal.swarm.refusals import Reason
+from shoal.swarm.trust import IngressFilter, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
 from until import until

@@ -22,7 +22,8 @@ from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import BANNED_FILE, STATUS_FILE, Joined
-from shoal.swarm.trust import ESTABLISHED, Reason
+from shoal.swarm.refusals import Reason
+from shoal.swarm.trust import ESTABLISHED
 from shoal.tasks.library import Library
 from shoal.types import Group, Message, Reward, Role, Rollout, Split, Task
 from until import until

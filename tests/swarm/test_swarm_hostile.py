@@ -24,8 +24,8 @@ from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import Joined
+from shoal.swarm.refusals import Reason
 from shoal.swarm.server import NatsServer, ServerOptions
-from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Receipt, Split, Task

@@ -30,8 +30,8 @@ from shoal.swarm.offer import Attached, Claim, GeneratorKind, Offer, OfferedRoll
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import Joined
 from shoal.swarm.python_tasks import PythonTasks
+from shoal.swarm.refusals import Reason
 from shoal.swarm.server import NatsServer, ServerOptions
-from shoal.swarm.trust import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Split, Task
 from until import until

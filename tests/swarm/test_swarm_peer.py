@@ -12,7 +12,8 @@ from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined, Peer
-from shoal.swarm.trust import IngressFilter, Reason, TrustLimits, VerifiedMessage
+from shoal.swarm.refusals import Reason
+from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
 from until import until
 
 NOW_S = 1.8e9

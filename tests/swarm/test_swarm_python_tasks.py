@@ -21,7 +21,7 @@ from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
 from shoal.swarm.peer import Joined
 from shoal.swarm.python_tasks import OwnTask, PythonTasks, own_task
-from shoal.swarm.trust import Reason
+from shoal.swarm.refusals import Reason
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.trainer.advantage import rows
 from shoal.types import (

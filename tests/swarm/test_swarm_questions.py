@@ -21,7 +21,7 @@ from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
-from shoal.swarm.trust import Reason
+from shoal.swarm.refusals import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Split, Task
 

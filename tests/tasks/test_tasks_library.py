@@ -15,7 +15,7 @@ import pytest
 from shoal.config import SwarmConfig, TaskConfig
 from shoal.errors import OtherRelease, TaskError
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.trust import Reason
+from shoal.swarm.refusals import Reason
 from shoal.tasks.library import Library
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService
 from shoal.types import Json, Split, Task

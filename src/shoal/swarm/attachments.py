@@ -17,7 +17,7 @@ from shoal.errors import ExchangeUnavailable, TaskError
 from shoal.interfaces import Attachments
 from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES
 from shoal.swarm.offer import TEXT, Attached, Claim
-from shoal.swarm.trust import Reason
+from shoal.swarm.refusals import Reason
 from shoal.tasks.holdout import split_of
 from shoal.tasks.sdk import Definition
 from shoal.types import Split, Task

@@ -25,7 +25,7 @@ from shoal.swarm.attachments import AttachmentReader
 from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
 from shoal.swarm.python_tasks import PythonTasks
 from shoal.swarm.questions_of_peers import checker_of, task_of_question
-from shoal.swarm.trust import Reason
+from shoal.swarm.refusals import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task

@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 from shoal.model.answer import written
-from shoal.swarm.trust import Recent
+from shoal.swarm.rates import Recent
 from shoal.types import Group, Message, Role, Task
 
 MOST = 1 << 17

@@ -15,7 +15,8 @@ from shoal.gateway.token_tree import Cause, Conversation, TokenTree
 from shoal.interfaces import Renderer
 from shoal.model.chat_template import ChatRenderer
 from shoal.swarm.offer import Course, OfferedRollout
-from shoal.swarm.trust import Reason, VerifiedMessage
+from shoal.swarm.refusals import Reason
+from shoal.swarm.trust import VerifiedMessage
 from shoal.turn_tree import prompt_ids, turns_of_rows
 from shoal.types import Completion, External, FinishReason, Message, Reward, Role, Rollout, Task, Turn
 

@@ -36,8 +36,10 @@ from shoal.swarm.offer import MAX_WANTED, Offer, Want, offer_of
 from shoal.swarm.offer_reading import OfferReader
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
+from shoal.swarm.rates import Recent
+from shoal.swarm.refusals import LIES, Reason
 from shoal.swarm.strategy import Candidate, Own, apply_taker, sharer_of, taker_of
-from shoal.swarm.trust import LIES, Reason, Recent, VerifiedMessage
+from shoal.swarm.trust import VerifiedMessage
 from shoal.types import Group, Origin, seed_for
 
 NEWCOMER_REST = 4.0

@@ -19,7 +19,8 @@ from shoal.interfaces import Renderer, Scorer
 from shoal.swarm.encoding import Encoded, EncodedRollout, encode_offer
 from shoal.swarm.offer import TEXT, Course, Offer, OfferedRollout, without_thought
 from shoal.swarm.questions_of_peers import has_peers_truth
-from shoal.swarm.trust import Reason, Recogniser
+from shoal.swarm.refusals import Reason
+from shoal.swarm.trust import Recogniser
 from shoal.types import Reward, RewardStatus, Task
 
 

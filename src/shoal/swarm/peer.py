@@ -23,7 +23,9 @@ from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.offer import Offer, Want
-from shoal.swarm.trust import Bucket, IngressFilter, Reason, Recent, Recogniser, TrustLimits, VerifiedMessage
+from shoal.swarm.rates import Bucket, Recent
+from shoal.swarm.refusals import Reason
+from shoal.swarm.trust import IngressFilter, Recogniser, TrustLimits, VerifiedMessage
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"

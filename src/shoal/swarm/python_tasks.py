@@ -38,7 +38,7 @@ from shoal.swarm.python_worker import (
     TaskReply,
     TaskSource,
 )
-from shoal.swarm.trust import Reason
+from shoal.swarm.refusals import Reason
 from shoal.tasks.holdout import split_of
 from shoal.tasks.procedural_client import libraries
 from shoal.tasks.sdk import Definition, Question

@@ -14,7 +14,7 @@ from shoal.checker import Code, Spec, needs_tests, needs_truth, spec_of, task_sp
 from shoal.config import SwarmConfig
 from shoal.errors import TaskError
 from shoal.swarm.offer import MAX_CHECKER_CHARACTERS, Claim
-from shoal.swarm.trust import Reason
+from shoal.swarm.refusals import Reason
 from shoal.types import Json, Message, Role, Task
 
 TASK_ID = "questions/"

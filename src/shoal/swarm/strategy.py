@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, cast
 
 from shoal.errors import ConfigError, expected_one_of
 from shoal.plugins import own_code
-from shoal.swarm.trust import Bucket
+from shoal.swarm.rates import Bucket
 
 NEWCOMER_SHARE = 0.15
 """Share of the groups taken by `trusted` that newcomers may have, in the long run."""

@@ -17,16 +17,17 @@ most `TrustLimits.authors`, push out the longest silent.
 """
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from shoal import wire
 from shoal.errors import WireError
 from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
 from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Want
+from shoal.swarm.rates import Bucket, Recent
+from shoal.swarm.refusals import BLAMED, LIES, STANDING_KEPT, Reason
 from shoal.types import Task
 
 PRIOR = 1.0
@@ -37,60 +38,10 @@ ESTABLISHED = 8.0
 """Decayed good evidence above which an author is no newcomer."""
 LIARS = 1024
 """Newcomers whose ban is remembered: a new name costs less than waiting."""
-MOST_RATED = 4096
-"""Names whose rates are remembered."""
 WINDOW = 256
 """Sequence numbers below the highest that may still arrive, out of order."""
 
 PAYLOADS: Mapping[Kind, type[Offer | Want]] = {Kind.OFFER: Offer, Kind.WANT: Want}
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class Reason(StrEnum):
-    """Reason of a refusal."""
-
-    TOO_LARGE = "too large"
-    MALFORMED = "malformed"
-    OTHER_SWARM = "other swarm"
-    OWN = "own"
-    BANNED = "banned"
-    FORGED = "forged"
-    FUTURE = "from the future"
-    EXPIRED = "expired"
-    REPLAYED = "replayed"
-    FLOODING = "over the rate"
-    BAD_BODY = "bad body"
-    """Body signed by its author that cannot be decompressed or decoded."""
-    UNKNOWN_TASK = "unknown task"
-    """This node has no such dataset, or not with these settings, or another release of it."""
-    HELD_OUT = "held out"
-    """The question is one that this node evaluates with."""
-    OTHER_MODALITY = "of no modality that this node reads"
-    NOT_SENT = "attachment not sent"
-    """Nobody sends an attachment, or it has another hash or type."""
-    OTHER_COURSE = "the environment goes on otherwise"
-    """The conversation is not the one that its environment has with these answers."""
-    NOT_DRAWN = "receipt gives no question"
-    TIMED_OUT = "not drawn in time"
-    """The process that draws took too long or died, for the claim's sake or for this machine's."""
-    OUT_OF_BOUNDS = "outside this node's bounds"
-    """The dataset or the size is outside the bounds that this node draws for others."""
-    OTHER_LIBRARIES = "drawn otherwise by other libraries"
-    """The receipt gives another question or truth here, where Python or a library is another one: no proof of a lie."""
-    WRONG_QUESTION = "wrong question"
-    """The receipt gives another question, with the same libraries: the claim is a lie."""
-    WRONG_TRUTH = "wrong truth"
-    """The question is right and the truth is not: the claim is a lie."""
-    UNREADABLE = "not readable with this tokenizer"
-    TOO_LONG = "too long for the context"
-    UNSCORED = "not scored"
-    HANGS = "no verdict in time"
-    REPEATED = "said before"
-    """Offer whose answers were all taken before under any name, or that follows its author's last too soon."""
-    UNINFORMATIVE = "nothing to learn"
-    STALE = "not fresh any more"
-    CROWDED = "no room"
 
 
 class Recogniser(Protocol):
@@ -107,15 +58,6 @@ class Recogniser(Protocol):
     async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
         """Plays an offered rollout of the task again, where an environment holds or scores it."""
         ...
-
-
-LIES = frozenset({Reason.WRONG_QUESTION, Reason.WRONG_TRUTH})
-"""Reasons proven by the author's own signature; each bans at once."""
-BLAMED = frozenset({Reason.BAD_BODY, Reason.NOT_DRAWN, Reason.OTHER_LIBRARIES, Reason.HANGS, Reason.TIMED_OUT})
-"""Reasons held against the author: an honest node sends such offers seldom or never."""
-STANDING_KEPT = {Reason.HANGS: 0.0, Reason.TIMED_OUT: 0.5, Reason.OTHER_LIBRARIES: 0.5}
-"""Share of the good evidence that an author keeps after an offer that is costly to refuse. A hanging answer makes it a
-newcomer again. A receipt that was not drawn in time, perhaps by this machine's fault, does so after several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,57 +88,6 @@ class VerifiedMessage:
     """Id, unique among all messages that are ever admitted."""
     sent_s: float
     content: Offer | Want
-
-
-@dataclass(slots=True)
-class Bucket:
-    """A token bucket: `rate_per_s` on average, `burst` at once."""
-
-    rate_per_s: float
-    burst: float
-    used: float = 0.0
-    """Amount to be filled up again; more than `burst` after `spend`."""
-    filled_s: float = 0.0
-
-    def take(self, now_s: float, amount: float = 1.0) -> bool:
-        """Takes an amount if it is there, and returns whether it was. A clock that goes back fills nothing."""
-        self.used = max(0.0, self.used - max(0.0, now_s - self.filled_s) * self.rate_per_s)
-        self.filled_s = max(self.filled_s, now_s)
-        if self.used + amount > self.burst:
-            return False
-        self.used += amount
-        return True
-
-    def spend(self, amount: float) -> None:
-        """Adds an amount that was already used, above the burst if need be."""
-        self.used += amount
-
-
-class Recent(OrderedDict[K, V]):
-    """Table of the `most` keys that were set last."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self._most = most
-
-    def __setitem__(self, key: K, value: V) -> None:
-        super().__setitem__(key, value)
-        self.move_to_end(key)
-        if len(self) > self._most:
-            self.popitem(last=False)
-
-
-class Buckets:
-    """Token buckets of the `MOST_RATED` names that asked last."""
-
-    def __init__(self, rate_per_s: float, burst: float) -> None:
-        self._rate_per_s, self._burst = rate_per_s, burst
-        self._of: Recent[str, Bucket] = Recent(MOST_RATED)
-
-    def take(self, name: str, now_s: float) -> bool:
-        """Takes one from the bucket of a name if it is there, and returns whether it was."""
-        self._of[name] = bucket = self._of.get(name) or Bucket(self._rate_per_s, self._burst)
-        return bucket.take(now_s)
 
 
 @dataclass(slots=True)

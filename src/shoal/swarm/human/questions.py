@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from shoal.errors import ShoalError
 from shoal.swarm.offer import Claim, GeneratorKind
-from shoal.swarm.trust import Recent
+from shoal.swarm.rates import Recent
 from shoal.types import Reward, RewardStatus, Task
 
 MOST_OPEN = 64
