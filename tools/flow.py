@@ -91,22 +91,25 @@ run.loop:TrainLoop.run
 OFFER = """
 run.training:_train_and_evaluate
   swarm.node:Node.offer
+    swarm.sharing:Outbox.put
 swarm.node:Node._share
-  swarm.claim_verification:OwnTasks.claim
-  swarm.offer:offer_of
+  swarm.sharing:Outbox.next
+    swarm.claim_verification:OwnTasks.claim
+    swarm.offer:offer_of
   swarm.peer:Peer._share_offer
     swarm.peer:Peer._send
       swarm.envelope:Signer.frame
       swarm.nats:NatsExchange.publish
 swarm.peer:Peer._listen
   swarm.nats:NatsExchange.receive
-  swarm.trust:IngressFilter.admit
-    swarm.trust:IngressFilter._checked
-      swarm.envelope:opened
-    swarm.envelope:payload_of
-    wire:decode
-  swarm.node:Node._receive
-    swarm.pending:PendingOffers.add
+  swarm.peer:Peer._admit
+    swarm.trust:IngressFilter.admit
+      swarm.trust:IngressFilter._checked
+        swarm.envelope:opened
+      swarm.envelope:payload_of
+      wire:decode
+    swarm.node:Node._receive
+      swarm.pending:PendingOffers.add
 swarm.node:Node._verify
   swarm.pending:PendingOffers.next
   swarm.node:Node._verify_offer
@@ -120,7 +123,8 @@ swarm.node:Node._verify
 run.loop:TrainLoop._step
   swarm.node:Node.choose
     swarm.node:Node._choose
-      swarm.strategy:apply_taker
+      swarm.ready_pool:ReadyPool.choose
+        swarm.strategy:apply_taker
   run.loop:TrainLoop._external_groups
     swarm.node:Node.take
       swarm.encoding:rollouts_of

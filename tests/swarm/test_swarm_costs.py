@@ -16,7 +16,7 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.contents import Contents
+from shoal.swarm.contents import MOST_PER_QUESTION, Contents
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.node import Node
@@ -128,10 +128,11 @@ def test_answers_that_hang_cost_one_deadline_and_their_author_what_it_was(
 ) -> None:
     async def body(reef: Reef) -> None:
         node, known = reef.node, reef.stranger(known=True)
+        before = node.ingress.trust(known.peer_id)
         await known.says(reef.claims[0], *[HANG] * 8)
         await until(lambda: node.ingress.refused[Reason.HANGS] == 1)
         assert node.ingress.is_newcomer(known.peer_id)
-        assert node.ingress.trust(known.peer_id) < 0.5
+        assert node.ingress.trust(known.peer_id) < before
 
     beside(library, tmp_path, tiny_model_dir, body)
 
@@ -204,6 +205,36 @@ def test_one_content_is_praised_and_taken_once_whoever_signs_it(
         assert node.ingress.peers[first.peer_id].good == 1.0
 
     beside(library, tmp_path, tiny_model_dir, body)
+
+
+def answered(task: Task, *texts: str) -> Group:
+    rollouts = (Rollout(text, (*task.messages, Message(Role.ASSISTANT, text)), (), Reward(0.0)) for text in texts)
+    return Group("x", task, tuple(rollouts), 0)
+
+
+@pytest.mark.parametrize("junk", [(), ("never said before, and by nobody at all",)])
+@pytest.mark.parametrize(
+    "made", [str, str.upper, lambda text: text.replace("o", "o\u200b"), lambda text: text + "\u0301"]
+)
+def test_own_answers_are_never_taken_back_whatever_is_changed_or_added(
+    library: Library, made: Callable[[str], str], junk: tuple[str, ...]
+) -> None:
+    task, contents = library.services[0].draw(Split.TRAIN, 0), Contents()
+    for texts in (["five heads, so the answer is one half", "two coins were thrown, so it is 1/4"], ["a", "b", "b"]):
+        contents.own(answered(task, *texts))
+        assert contents.repeats(task, [*map(made, texts), *junk], "stranger", 0.0)
+    assert not contents.repeats(task, ["a", "c"], "stranger", 0.0)
+
+
+def test_short_answers_that_agree_by_chance_are_no_copies_and_a_question_counts_a_few_times(library: Library) -> None:
+    task, contents = library.services[0].draw(Split.TRAIN, 0), Contents()
+    taken = 0
+    for peer, texts in enumerate((["a", "b", "b"], ["a", "a", "b"], ["a", "b", "c"], ["b", "a"], ["c"] * 3, ["d"] * 3)):
+        if not contents.repeats(task, texts, f"{peer}", 0.0):
+            contents.take(task, texts, f"{peer}", 1.0)
+            taken += 1
+    assert taken == MOST_PER_QUESTION
+    assert not contents.repeats(task, ["e", "d"], "late", 1.0)
 
 
 def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:

@@ -16,7 +16,7 @@ from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.external import NEED_DECAY
-from shoal.swarm.node import MOST_TAKEN, STATUS_PEERS, Node
+from shoal.swarm.node import STATUS_PEERS, Node
 from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust import IngressFilter, VerifiedMessage
@@ -93,24 +93,11 @@ def test_the_status_lists_a_bounded_number_of_peers_the_most_taken_first(tmp_pat
     peers = [f"peer-{i}" for i in range(STATUS_PEERS + 9)]
     for peer_id in peers:
         node.ingress.praise(peer_id)
-    node._author_uses.update(peers[-5:])
+    node._pool.uses.update((peer_id, 1) for peer_id in peers[-5:])
     listed = node.status()
     assert listed["known_peers"] == len(peers)
     assert isinstance(shown := listed["peers"], dict)
     assert list(shown) == [*peers[-5:], *peers[: STATUS_PEERS - 5]]
-
-
-def test_uses_of_forgotten_authors_are_forgotten_at_a_bound(tmp_path: Path) -> None:
-    letters = letters_in(tmp_path)
-    node = made(tmp_path, JsonlService(letters, 0), Config(tasks=[letters]), MemorySwarm())
-    node.ingress.praise("known")
-    uses = node._author_uses
-    uses.update({"known": 3, **dict.fromkeys(map(str, range(MOST_TAKEN - 1)), 1)})
-    node.choose()
-    assert len(node._author_uses) == MOST_TAKEN
-    uses["one more"] = 1
-    node.choose()
-    assert node._author_uses == {"known": 3}
 
 
 @pytest.mark.parametrize(("take", "least", "most"), [("uniform", 4, 4), ("trusted", 1, 2)])

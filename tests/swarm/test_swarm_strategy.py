@@ -3,6 +3,7 @@
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,8 @@ def test_trusted_prefers_trust_freshness_and_what_was_used_less() -> None:
     base = candidate(trust=0.5, age_s=300.0)
     better = [candidate(trust=1.0, age_s=300.0), candidate(trust=0.5, age_s=0.0)]
     worse = [candidate(trust=0.5, age_s=300.0, uses=1), candidate(trust=0.5, age_s=300.0, author_uses=1)]
+    worse = [replace(one, peer_id="b") for one in worse]
+    better = [replace(one, peer_id="b") for one in better]
     for one, expected in [*((one, 2 / 3) for one in better), *((one, 1 / 3) for one in worse)]:
         first = sum(by_trust([one, base], 1, random.Random(seed)) == [0] for seed in range(3000))
         assert first / 3000 == pytest.approx(expected, abs=0.03)
@@ -134,7 +137,7 @@ def test_where_everybody_is_new_the_paper_s_taker_gives_all_that_a_first_step_wa
 def test_by_trust_takes_in_proportion_to_trust_chance_age_and_uses(
     one: dict[str, object], other: dict[str, object], odds: float
 ) -> None:
-    rng, pair = random.Random(0), [candidate(**one), candidate(**other)]
+    rng, pair = random.Random(0), [candidate(**one), candidate(peer_id="b", **other)]
     share = sum(by_trust(pair, 1, rng) == [0] for _ in range(5000)) / 5000
     assert share == pytest.approx(odds / (1 + odds), abs=0.025)
 
@@ -147,6 +150,13 @@ def test_newcomers_get_their_share_and_no_more_however_many_there_are() -> None:
     assert len(chosen) == 800  # the established fill what newcomers may not have
     of_newcomers = sum(candidates[i].newcomer for i in chosen)
     assert 0 < of_newcomers <= NEWCOMER_SHARE * 800 + 1
+
+
+@given(st.integers(1, 60), st.integers(0, 1000), st.integers(2, 8))
+def test_an_author_with_any_number_of_offers_is_taken_again_only_after_all_others(many: int, seed: int, n: int) -> None:
+    candidates = [candidate(peer_id="many")] * many + [candidate(peer_id=f"{i}") for i in range(n - 1)]
+    chosen = by_trust(candidates, n, random.Random(seed))
+    assert Counter(candidates[i].peer_id for i in chosen).most_common(1)[0][1] == 1
 
 
 def test_own_code_is_called_by_name_and_held_to_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_a_thought_is_rendered_with_the_marks_of_whoever_takes_it(author: str, t
     offer = offered(author)
     assert [parted(one.text).thought for one in offer.rollouts] == ["3, then 4"]
     rollouts = [(one, Course()) for one in offer.rollouts]
-    source, refused = encode_offer(rollouts, TASK, made := renderer_of(ANSWERING[taker]), 1024)
+    source, refused = encode_offer(rollouts, TASK, made := renderer_of(ANSWERING[taker]), 1024, 1024)
     assert not refused
     (turn,) = source.kept[0].turns
     said = made.message(turn.completion.token_ids, turn.rendered_ids)

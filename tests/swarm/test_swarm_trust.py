@@ -120,7 +120,7 @@ def test_receipts_that_are_dear_to_refuse_and_prove_no_lie_cost_their_author_its
     established(at, PEER.peer_id)
     at.refuse(PEER.peer_id, reason)
     assert not at.is_newcomer(PEER.peer_id) or at.peers[PEER.peer_id].good < ESTABLISHED
-    for _ in range(3):
+    for _ in range(8):
         at.refuse(PEER.peer_id, reason)
     assert at.is_newcomer(PEER.peer_id)
     assert at.trust(PEER.peer_id) < 0.5
@@ -128,7 +128,7 @@ def test_receipts_that_are_dear_to_refuse_and_prove_no_lie_cost_their_author_its
 
 
 def test_no_more_of_the_established_are_remembered_than_the_limit_and_who_speaks_stays() -> None:
-    at, said = ingress(TrustLimits(authors=16)), seal()
+    at, said = ingress(TrustLimits(authors=16, first_established=1000)), seal()
     established(at, PEER.peer_id)
     for i in range(100):
         established(at, f"bought {i}")
@@ -236,6 +236,32 @@ def test_an_offer_names_what_cannot_be_printed() -> None:
         Offer(OFFER.claim, OFFER.rollouts, GeneratorKind.RULE, "m\x1b", NOW_S)
     with pytest.raises(ValueError, match=r"service: expected at most 200 printable characters"):
         Offer(Claim("gcd\u202e", "?", "2"), OFFER.rollouts, GeneratorKind.RULE, "m", NOW_S)
+
+
+@pytest.mark.parametrize("reason", [Reason.HANGS, Reason.TIMED_OUT, Reason.OTHER_LIBRARIES])
+def test_one_costly_offer_makes_no_author_of_long_standing_a_newcomer(reason: Reason) -> None:
+    at = ingress()
+    for _ in range(100):
+        at.praise(PEER.peer_id)
+    at.refuse(PEER.peer_id, reason)
+    assert not at.is_newcomer(PEER.peer_id)
+
+
+@given(keys=st.integers(7, 60), hours=st.integers(0, 12))
+def test_keys_become_established_by_the_hour_and_those_who_are_keep_their_place(keys: int, hours: int) -> None:
+    at, limits = ingress(), TrustLimits()
+    for minute in range(60 * hours + 2):
+        for key in range(keys):
+            for _ in range(12 if not minute else 1):
+                at.praise(f"key {key}", 60.0 * minute)
+    assert min(keys, limits.first_established + 2 * hours) <= len(at.established)
+    assert len(at.established) <= limits.first_established + 1 + 2 * hours
+
+
+def test_a_stamp_ahead_of_time_makes_nothing_younger() -> None:
+    message = ingress().admit(seal().frame(Kind.OFFER, PAYLOAD, NOW_S + 299), NOW_S)
+    assert isinstance(message, VerifiedMessage)
+    assert message.sent_s == NOW_S
 
 
 @pytest.mark.parametrize("lie", [Reason.WRONG_QUESTION, Reason.WRONG_TRUTH])

@@ -1,10 +1,17 @@
-"""Digests of answers tell which were taken before, under any peer's signature. Pure; bounded.
+"""Digests of answers tell which were given before, under any peer's signature or by this node. Pure; bounded.
 
-A new signature costs a peer nothing, so offers are compared by content. An offer counts if it has an answer that nobody
-gave before. A question counts once in a while per author, and earns praise once.
+A new signature costs a peer nothing, so offers are compared by content. Long texts that are equal are copies: an offer
+counts if it has a long one that nobody gave before. Honest peers with one seed give the same short texts, as often as
+they are likely; an offer of short texts counts unless all of them were in one earlier offer. An earlier offer with one
+more text is a copy too.
+
+A question counts a few times in a while, once per author, and earns its author praise once. This node's own answers
+are never taken back, whatever stands beside them.
 """
 
 import hashlib
+import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from shoal.model.answer import written
@@ -13,50 +20,97 @@ from shoal.types import Group, Message, Role, Task
 
 MOST = 1 << 17
 """Entries of each table; the oldest are forgotten."""
+MOST_OFFERS = 16
+"""Offers of one question that are compared as a whole."""
+MOST_PER_QUESTION = 4
+"""Offers of one question that are taken in a while, whoever sends them."""
+LONG = 32
+"""Characters of a text that two authors do not write alike by chance."""
 
 
 class Contents:
-    """Digests of questions with answers, and of questions with authors."""
+    """Digests of answers, by question and by author."""
 
     def __init__(self, trained: Iterable[Group] = ()) -> None:
         """`trained` lists external groups of this run's earlier process, oldest first."""
-        self._answers: Recent[bytes, None] = Recent(MOST)
+        self._long: Recent[bytes, None] = Recent(MOST)
+        self._own: Recent[bytes, None] = Recent(MOST)  # long texts of this node
+        self._offers: Recent[bytes, list[Counter[bytes]]] = Recent(MOST)
         self._asked: Recent[bytes, float] = Recent(MOST)  # when, of a clock that is never set
+        self._times: Recent[bytes, list[float]] = Recent(MOST)
         for group in trained:
-            prompt = len(group.task.messages)
-            self._remember(group.task, [_said(rollout.messages[prompt:]) for rollout in group.rollouts])
+            self._remember(group.task, texts_of(group))
+
+    def own(self, group: Group) -> None:
+        """Remembers an own group, which peers may send back."""
+        texts = texts_of(group)
+        self._remember(group.task, texts)
+        for text in map(_plain, texts):
+            if len(text) >= LONG:
+                self._own[_digest(group.task, text)] = None
 
     def repeats(self, task: Task, texts: Sequence[str], peer_id: str, since_s: float) -> bool:
-        """Tells whether all texts were given before, or the author's question was taken after `since_s`.
+        """Tells whether an offer was given before, or its question was taken after `since_s`, too often or of the
+        author.
 
-        Space and case make no difference.
+        Letter case, compatible forms, accents, space and invisible characters make no difference.
         """
         if self._asked.get(_digest(task, peer_id), since_s) > since_s:
             return True
-        return all(_digest(task, _plain(text)) in self._answers for text in texts)
+        question = _digest(task, "")
+        if sum(at_s > since_s for at_s in self._times.get(question, [])) >= MOST_PER_QUESTION:
+            return True
+        found = [(_digest(task, plain), len(plain) >= LONG) for plain in map(_plain, texts)]
+        others = [digest for digest, long in found if not (long and digest in self._own)]
+        if len(others) < min(2, len(found)):
+            return True
+        long_ones = [digest for digest, long in found if long]
+        if long_ones and all(digest in self._long for digest in long_ones):
+            return True
+        offered = Counter(others)
+        return any(
+            (not long_ones and offered <= earlier) or (offered >= earlier and offered.total() - earlier.total() < 2)
+            for earlier in self._offers.get(question, [])
+        )
 
     def take(self, task: Task, texts: Sequence[str], peer_id: str, now_s: float) -> bool:
         """Stores the digests of an offer; returns True for the author's first offer of this question."""
         self._remember(task, texts)
-        asked = _digest(task, peer_id)
+        question, asked = _digest(task, ""), _digest(task, peer_id)
+        self._times[question] = [*self._times.get(question, []), now_s][-MOST_PER_QUESTION:]
         new = asked not in self._asked
         self._asked[asked] = now_s
         return new
 
     def _remember(self, task: Task, texts: Sequence[str]) -> None:
-        for text in texts:
-            self._answers[_digest(task, _plain(text))] = None
+        plain = [_plain(text) for text in texts]
+        self._long.update((_digest(task, text), None) for text in plain if len(text) >= LONG)
+        question = _digest(task, "")
+        offer = Counter(_digest(task, text) for text in plain)
+        self._offers[question] = [*self._offers.get(question, []), offer][-MOST_OFFERS:]
+
+
+def texts_of(group: Group) -> list[str]:
+    """All that was sampled in each rollout, as `OfferedRollout.said` has it."""
+    return [_said(rollout.messages[len(group.task.messages) :]) for rollout in group.rollouts]
 
 
 def _said(answers: Sequence[Message]) -> str:
-    """All that was sampled, as `OfferedRollout.said` has it."""
     sampled = [one for one in answers if one.role is Role.ASSISTANT]
     calls = [call.name + call.arguments for one in sampled for call in one.tool_calls]
     return "\n".join([*map(written, sampled), *calls])
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.casefold().split())
+    """Text without what the eye does not see: Unicode's compatible forms, case, accents and invisible characters.
+
+    >>> _plain("Ｓｉｘ\\u200b  caf\\u00e9")
+    'six cafe'
+    """
+    seen = unicodedata.normalize("NFKD", text).casefold()
+    if not seen.isascii():
+        seen = "".join(c for c in seen if unicodedata.category(c) not in ("Cf", "Cc", "Mn", "Me") or c.isspace())
+    return " ".join(seen.split())
 
 
 def _digest(task: Task, text: str) -> bytes:

@@ -81,9 +81,16 @@ class ReadyOffer:
 
 
 def encode_offer(
-    rollouts: Sequence[tuple[OfferedRollout, Course]], task: Task, renderer: Renderer, max_model_len: int
+    rollouts: Sequence[tuple[OfferedRollout, Course]],
+    task: Task,
+    renderer: Renderer,
+    max_model_len: int,
+    max_tokens: int,
 ) -> tuple[Encoded, Counter[Reason]]:
-    """Encodes rollouts as answers to the node's own `task`; counts the others by the reason of refusal."""
+    """Encodes rollouts as answers to the node's own `task`; counts the others by the reason of refusal.
+
+    A row has `max_model_len` tokens at most, and each sampled text `max_tokens`, as the node's own have.
+    """
     refused: Counter[Reason] = Counter()
     kept = []
     prompt = cache(lambda: tuple(renderer.prompt_ids(task.messages)))
@@ -97,7 +104,8 @@ def encode_offer(
             continue
         said = tuple(turn.message for turn in rollout.turns) or (Message(Role.ASSISTANT, rollout.text),)
         found = EncodedRollout(rollout, course, said, turns)
-        if max(map(len, found.rows)) > max_model_len:
+        longest = max(len(turn.completion.token_ids) for turn in turns)
+        if longest > max_tokens or max(map(len, found.rows)) > max_model_len:
             refused[Reason.TOO_LONG] += 1
         else:
             kept.append(found)

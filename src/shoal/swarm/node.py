@@ -18,27 +18,28 @@ import asyncio
 import contextlib
 import math
 import random
-import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 from shoal import wire
-from shoal.errors import TaskError, WireError
+from shoal.errors import WireError
 from shoal.interfaces import Logprobs, Renderer, Scorer
 from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import ReadyOffer, rollouts_of
 from shoal.swarm.envelope import Kind
-from shoal.swarm.external import NEED_DECAY, OwnRecord
+from shoal.swarm.external import OwnRecord
 from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
-from shoal.swarm.offer import MAX_WANTED, Offer, Want, offer_of
-from shoal.swarm.offer_reading import OfferReader
+from shoal.swarm.offer import MAX_WANTED, Offer, Want
+from shoal.swarm.offer_reading import OfferReader, limits_of
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.pending import PendingOffers
 from shoal.swarm.rates import Recent
+from shoal.swarm.ready_pool import ReadyPool
 from shoal.swarm.refusals import LIES, Reason
-from shoal.swarm.strategy import Candidate, Own, apply_taker, sharer_of, taker_of
+from shoal.swarm.rounds import Rounds, Supply
+from shoal.swarm.sharing import Outbox
+from shoal.swarm.strategy import Candidate, sharer_of, taker_of
 from shoal.swarm.trust import VerifiedMessage
 from shoal.types import Group, Origin, seed_for
 
@@ -50,10 +51,11 @@ LATE_REST: Mapping[Reason, float] = {Reason.HANGS: 150.0, Reason.TIMED_OUT: 30.0
 """Rest used instead of `NEWCOMER_REST` when scoring or drawing an offer hit its deadline. A hanging answer costs its
 author nothing, and this node all of `swarm.score_s`; a late draw may be this machine's fault."""
 MOST_TAKEN = 1 << 17
-"""Messages remembered as taken, and authors with a count of uses. The ingress filter refuses older messages."""
+"""Messages remembered as taken. The ingress filter refuses older messages."""
+KNOWN_FILE = "known.txt"
+"""File in a node's folder with the established peers, for its next process; people may add to it in between."""
 READY_PER_GROUP = 8
 """Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
-OUTBOX = 64
 STATUS_PEERS = 256
 """Peers in the status: the most taken."""
 
@@ -82,51 +84,38 @@ class Node(Peer):
         config, settings = joined.config, joined.config.swarm
         self.tally: NodeCounts = NodeCounts()
         self._settings = settings
-        self._model = Path(config.model.path).name or "model"
-        self._thoughts = settings.thoughts == "keep"
         self._newcomer_rest = 0.0 if settings.take == "uniform" else NEWCOMER_REST
-        self._split: AdaptiveSplit | None = None
+        groups, self._split = config.train.groups_per_step, None
         if settings.external_groups == "adaptive":
-            groups = config.train.groups_per_step
             self._most_wanted = most_external(groups)
             self._split = AdaptiveSplit(groups, self._most_wanted, settings.reuse)
             self._split.restore(self.remembered(SPLIT_FILE))
         else:
             self._most_wanted = settings.external_groups
         self._rng = random.Random(seed_for("swarm", config.seed, self.peer_id))
-        answers = max(config.rollout.group_size, 2)
-        self._reader = OfferReader(
-            joined.own, scorer, renderer, max_model_len, answers, self._rng, self._thoughts, threads
-        )
-        self._sharer, self._taker = sharer_of(settings.share), taker_of(settings.take)
+        self._reader = OfferReader(joined.own, scorer, renderer, limits_of(config, max_model_len), self._rng, threads)
+        model = Path(config.model.path).name or "model"
+        self._outbox = Outbox(joined.own, sharer_of(settings.share), model, thoughts=settings.thoughts == "keep")
+        self._taker = taker_of(settings.take)
         self._pending = PendingOffers()
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
-        self._ready: list[ReadyOffer] = []
+        self._pool = ReadyPool(max(READY_PER_GROUP * self._most_wanted, settings.round_offers), self._is_newcomer)
         self._chosen: list[ReadyOffer] | None = None
         self._taken: Recent[str, None] = Recent(MOST_TAKEN)
         """Ids of messages that are or were ready, newest last; none is taken twice."""
         self._taken.update((group.origin.message_id, None) for group in trained if group.origin)
-        self._contents = Contents(trained)
-        self._author_uses: Counter[str] = Counter()
-        self._outbox: asyncio.Queue[tuple[Group, float]] = asyncio.Queue(OUTBOX)
-        self._record = OwnRecord(settings.credit)
-        self._supplied = 0
-        self._read, self._awaited = 0, settings.round_offers  # offers in all, and those with which a round is whole
-        self._decided_lately, self._useful_lately = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
+        self._contents, self._record = Contents(trained), OwnRecord(settings.credit)
+        self._rounds, self._supply = Rounds(settings.round_offers, groups), Supply(groups)
         self._work, self._arrived = asyncio.Event(), asyncio.Event()
         self._before = self._totals()
+        for peer_id in self.remembered(KNOWN_FILE).split():
+            self.ingress.vouch(peer_id)
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
-        service, rewards = group.task.service, tuple(rollout.reward.value for rollout in group.finished)
         self._record.add(group)
-        size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
-        now_s, steady_s = self._clock(), asyncio.get_running_loop().time()
-        if self._sharer(Own(service, rewards, size), self._wanted(), steady_s):
-            if self._outbox.full():  # the oldest makes room
-                self._outbox.get_nowait()
-                self.tally.unsent += 1
-            self._outbox.put_nowait((group, now_s))
+        self._contents.own(group)
+        self.tally.unsent += self._outbox.put(group, self._wanted(), self._clock())
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
         """Encodes the chosen offers as groups under the weights being trained; `version` is their newest Version."""
@@ -149,10 +138,8 @@ class Node(Peer):
     def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
         """Records a step and returns its metrics."""
         if self._split is not None:
-            useful = 0.0
-            if self._decided_lately:  # received offers count once their use is known
-                useful, self._supplied = self._supplied * self._useful_lately / self._decided_lately, 0
-            self._split.stepped([fmean(one.reward.value for one in group.finished) for group in own], useful)
+            rewards_of = [fmean(one.reward.value for one in group.finished) for group in own]
+            self._split.stepped(rewards_of, self._supply.stepped())
             self.remember(SPLIT_FILE, self._split.state())
         before, self._before = self._before, self._totals()
         rewards = [rollout.reward.value for group in external for rollout in group.finished]
@@ -167,7 +154,11 @@ class Node(Peer):
     def ready(self) -> int:
         """Number of verified offers that are ready."""
         self._drop_useless()
-        return len(self._ready)
+        return len(self._pool)
+
+    def _is_newcomer(self, peer_id: str) -> bool:
+        """Whether an author counts as a newcomer; SAPO's uniform taker knows none."""
+        return self._settings.take != "uniform" and self.ingress.is_newcomer(peer_id)
 
     def _totals(self) -> dict[str, int]:
         return {
@@ -183,11 +174,13 @@ class Node(Peer):
             peer_id: {
                 "trust": round(self.ingress.trust(peer_id), 3),
                 "newcomer": author.newcomer,
-                "taken": self._author_uses[peer_id],
+                "taken": self._pool.uses.get(peer_id, 0),
                 "gaps": author.gaps,
             }
             for peer_id, author in sorted(
-                self.ingress.peers.items(), key=lambda one: (self._author_uses[one[0]], one[1].good), reverse=True
+                self.ingress.peers.items(),
+                key=lambda one: (self._pool.uses.get(one[0], 0), one[1].good),
+                reverse=True,
             )[:STATUS_PEERS]
         }
         return {
@@ -209,10 +202,11 @@ class Node(Peer):
         if message.id in self._taken or message.id in self._pending:
             self.ingress.refuse(message.peer_id, Reason.REPLAYED)  # a resumed run, or a forgotten author
             return
-        self._supplied += 1
-        for crowded_out in self._pending.add(message, offer):
+        if not self._is_newcomer(message.peer_id):
+            self._supply.received(message.peer_id)
+        for crowded_out in self._pending.add(message, offer, self._is_newcomer):
             self.ingress.refuse(crowded_out, Reason.CROWDED)
-            self._read += 1
+            self._rounds.read(crowded_out)
         self._work.set()
 
     async def _verify(self) -> None:
@@ -220,9 +214,8 @@ class Node(Peer):
         loop = asyncio.get_running_loop()
         while True:
             self._drop_useless()
-            rest_s, key = self._newcomers_from_s - loop.time(), None
-            if len(self._ready) < max(READY_PER_GROUP * self._most_wanted, self._settings.round_offers):
-                key = self._pending.next(self.ingress.is_newcomer, rest_s <= 0, self._rng)
+            rest_s = self._newcomers_from_s - loop.time()
+            key = self._pending.next(self._is_newcomer, rest_s <= 0, self._rng, self._pool.wants)
             if key is None:
                 self._work.clear()
                 wait_s = min(self.report_every_s, rest_s) if rest_s > 0 else self.report_every_s
@@ -231,9 +224,9 @@ class Node(Peer):
                         await self._work.wait()
                 continue
             message, content = self._pending.remove(key)
-            was_newcomer, began_s = self.ingress.is_newcomer(message.peer_id), time.monotonic()
+            was_newcomer, began_s = self.ingress.is_newcomer(message.peer_id), loop.time()
             found = await self._verify_offer(message, content)
-            took_s = time.monotonic() - began_s
+            took_s = loop.time() - began_s
             self._settle(message, found)
             if was_newcomer:
                 rest = LATE_REST.get(found, self._newcomer_rest) if isinstance(found, Reason) else self._newcomer_rest
@@ -242,8 +235,8 @@ class Node(Peer):
 
     def _settle(self, message: VerifiedMessage, found: ReadyOffer | Reason) -> None:
         """Keeps an offer that can be trained on, and adds the result to its author's record."""
-        self._decided_lately = NEED_DECAY * self._decided_lately + 1
-        self._useful_lately = NEED_DECAY * self._useful_lately + isinstance(found, ReadyOffer)
+        if not self._is_newcomer(message.peer_id):
+            self._supply.decided(isinstance(found, ReadyOffer))
         if isinstance(found, Reason):
             self.ingress.refuse(message.peer_id, found)
             if found in LIES:
@@ -254,9 +247,9 @@ class Node(Peer):
             self._taken[message.id] = None
             source, now_s = found.source, asyncio.get_running_loop().time()
             if self._contents.take(source.task, source.answers, message.peer_id, now_s):
-                self.ingress.praise(message.peer_id)
-            self._ready.append(found)
-        self._read += 1
+                self.ingress.praise(message.peer_id, now_s)
+            self._pool.add(found)
+        self._rounds.read(message.peer_id)
         self._arrived.set()
 
     async def _verify_offer(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
@@ -300,66 +293,58 @@ class Node(Peer):
                     self._arrived.clear()
                     await self._arrived.wait()
         except TimeoutError:
-            self._awaited = min(self._awaited, self._read)  # a lost group makes one round short, not all that follow
+            self._rounds.short()
 
     def _is_whole(self) -> bool:
         """Whether all offers of the round were read; without rounds, whether as many are ready as a step wants."""
         if self._settings.round_offers:
-            return self._read >= self._awaited
+            return self._rounds.whole
         return self.ready >= self._most_wanted
 
     def _choose(self) -> int:
         wanted = self._split.external if self._split else self._most_wanted
         self._drop_useless()
-        now_s = self._clock()
-        candidates = [
-            Candidate(
-                peer_id=(peer_id := ready.message.peer_id),
-                service=(service := ready.source.task.service),
-                rewards=self._record.compared(service, ready.rewards),
-                age_s=max(0.0, now_s - ready.message.sent_s),
-                uses=ready.uses,
-                author_uses=self._author_uses[peer_id],
-                trust=self.ingress.trust(peer_id),
-                newcomer=self.ingress.is_newcomer(peer_id),
-            )
-            for ready in self._ready
-        ]
-        chosen = [self._ready[i] for i in apply_taker(self._taker, candidates, wanted, self._rng)]
-        for ready in chosen:
-            ready.uses += 1
-            self._author_uses[ready.message.peer_id] += 1
-        if len(self._author_uses) > MOST_TAKEN:
-            self._author_uses = Counter({author: self._author_uses[author] for author in self.ingress.peers})
-        self._awaited += self._settings.round_offers
+        self._chosen = self._pool.choose(self._taker, wanted, self._rng, self._candidate)
+        self._rounds.next()
         once = self._settings.round_offers > 0
-        self._ready = [ready for ready in self._ready if not once and ready.uses < self._settings.reuse]
+        self._pool.offers = [one for one in self._pool.offers if not once and one.uses < self._settings.reuse]
         self._work.set()
-        self.tally.missing += wanted - len(chosen)
-        self._chosen = chosen
-        return len(chosen) if self._split else 0
+        self.tally.missing += wanted - len(self._chosen)
+        return len(self._chosen) if self._split else 0
+
+    def _candidate(self, ready: ReadyOffer) -> Candidate:
+        peer_id, service = ready.message.peer_id, ready.source.task.service
+        return Candidate(
+            peer_id=peer_id,
+            service=service,
+            rewards=self._record.compared(service, ready.rewards),
+            age_s=max(0.0, self._clock() - ready.message.sent_s),
+            uses=ready.uses,
+            author_uses=self._pool.uses.get(peer_id, 0),
+            trust=self.ingress.trust(peer_id),
+            newcomer=self.ingress.is_newcomer(peer_id),
+        )
 
     def _drop_useless(self) -> None:
         """Drops ready offers that are too old or of banned peers."""
-        bound_s, banned = self._clock() - self.fresh_s, self.ingress.banned
-        stale = [ready for ready in self._ready if ready.message.sent_s < bound_s and not ready.uses]
-        self._ready = [
-            one for one in self._ready if one.message.sent_s >= bound_s and one.message.peer_id not in banned
-        ]
-        for ready in stale:
-            self.ingress.refuse(ready.message.peer_id, Reason.STALE)
+        for author in self._pool.drop(self._clock() - self.fresh_s, self.ingress.banned):
+            self.ingress.refuse(author, Reason.STALE)
 
     async def _share(self) -> None:
         while True:
-            group, made_s = await self._outbox.get()
+            offer = await self._outbox.next()
             try:
-                claim = await self._own.claim(group.task)
-                await self._share_offer(offer_of(group, claim, self._model, made_s, thoughts=self._thoughts))
-            except (TaskError, WireError, ValueError):
+                if offer is None:
+                    self.tally.unsent += 1
+                else:
+                    await self._share_offer(offer)
+            except WireError:
                 self.tally.unsent += 1
 
     async def _periodic(self) -> None:
-        """Sends this node's wants."""
+        """Sends this node's wants, and writes down who is established."""
+        if established := self.ingress.established:
+            self.remember(KNOWN_FILE, "\n".join(established))
         needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._record.rewards.items())
         if needs and self.connected:
             want = wire.encode(Want(needs[:MAX_WANTED]))

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shoal.checker import is_prompt, task_spec
+from shoal.config import Config
 from shoal.errors import TaskError
 from shoal.interfaces import Renderer, Scorer
 from shoal.swarm.encoding import Encoded, EncodedRollout, encode_offer
@@ -25,18 +26,34 @@ from shoal.types import Reward, RewardStatus, Task
 
 
 @dataclass(frozen=True, slots=True)
+class ReadingLimits:
+    """Bounds of what is read of an offer: those of this node's own groups."""
+
+    row_tokens: int
+    """Tokens of the longest row."""
+    answer_tokens: int
+    """Tokens of the longest answer, or turn of a conversation."""
+    answers: int
+    """Answers of an offer that count; of more, as many are chosen at random."""
+    thoughts: bool
+    """Whether thoughts before answers are read."""
+
+
+def limits_of(config: Config, max_model_len: int) -> ReadingLimits:
+    """Bounds by a node's own rollouts, so that an external group costs and weighs no more than an own one."""
+    rollout, thoughts = config.rollout, config.swarm.thoughts == "keep"
+    return ReadingLimits(max_model_len, rollout.max_tokens, max(rollout.group_size, 2), thoughts)
+
+
+@dataclass(frozen=True, slots=True)
 class OfferReader:
     """Reads offers with a node's own tasks, tokenizer and scorer."""
 
     own: Recogniser
     scorer: Scorer
     renderer: Renderer
-    max_model_len: int
-    """Tokens of the longest row."""
-    most_answers: int
-    """Answers of an offer that count; of more, as many are chosen at random."""
+    limits: ReadingLimits
     rng: random.Random
-    thoughts: bool = True
     threads: bool = True
     """Whether long texts are encoded in a thread: a virtual clock knows nothing of threads."""
 
@@ -49,16 +66,16 @@ class OfferReader:
             (own,) = await self.scorer.score(task, [task.answer or ""])
             if own.status is not RewardStatus.SCORED or own.value < 1:
                 return Reason.UNSCORED
-        if len(content.rollouts) > self.most_answers:
-            content = replace(content, rollouts=tuple(self.rng.sample(content.rollouts, self.most_answers)))
+        if len(content.rollouts) > self.limits.answers:
+            content = replace(content, rollouts=tuple(self.rng.sample(content.rollouts, self.limits.answers)))
         courses = list[tuple[OfferedRollout, Course]]()
-        for rollout in content.rollouts if self.thoughts else map(without_thought, content.rollouts):
+        for rollout in content.rollouts if self.limits.thoughts else map(without_thought, content.rollouts):
             course = await self.own.course(content.claim, task, rollout)
             if isinstance(course, Reason):
                 return course
             courses.append((rollout, course))
         encode: Callable[[], tuple[Encoded, Counter[Reason]]]
-        encode = partial(encode_offer, courses, task, self.renderer, self.max_model_len)
+        encode = partial(encode_offer, courses, task, self.renderer, self.limits.row_tokens, self.limits.answer_tokens)
         return await asyncio.to_thread(encode) if self.threads else encode()
 
     async def score(self, source: Encoded) -> tuple[Reward, ...] | Reason:

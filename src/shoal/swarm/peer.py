@@ -33,6 +33,9 @@ SESSION_FILE = "session"
 INTAKE_PER_S = 60.0
 """Frames read per second at most, on average, from all peers together."""
 INTAKE_BATCH = 32
+"""Frames between two rests of the intake."""
+MOST_AT_ONCE = 512
+"""Frames of one reading; a full one is a flood, of which frames may be dropped."""
 FRAME_S = 0.5e-3
 """Seconds of a core that a frame may take; a slower frame counts as several. Most take 0.2 ms."""
 INTAKE_BURST_S = 16.0
@@ -185,21 +188,39 @@ class Peer:
         return False
 
     async def _listen(self) -> None:
-        """Reads frames; a frame costs as much of the intake as it takes of the processor."""
+        """Reads frames; a frame costs as much of the intake as it takes of the processor.
+
+        In a flood the frames that name an established author are read first. Of the others as many are read as the
+        intake allows, and the rest is dropped unread.
+        """
         loop, intake = asyncio.get_running_loop(), self._intake
         while True:
-            for frame in await self._exchange.receive(INTAKE_BATCH):
-                loop_s, began_s = loop.time(), self._timer()
-                message = self.ingress.admit(frame, self._clock(), loop_s)
-                intake.take(loop_s, 0.0)
-                intake.spend(max(OWN_COST if message is Reason.OWN else 1.0, (self._timer() - began_s) / FRAME_S))
-                if isinstance(message, VerifiedMessage):
-                    if isinstance(message.content, Want):
-                        self._wants[message.peer_id] = message.sent_s, message.content
-                    else:
-                        self._receive(message, message.content)
-                await asyncio.sleep(0)
-            await asyncio.sleep(max(0.0, intake.used - intake.burst) / intake.rate_per_s)
+            frames = await self._exchange.receive(MOST_AT_ONCE)
+            if len(frames) < MOST_AT_ONCE:
+                for number, frame in enumerate(frames, 1):
+                    await self._admit(frame)
+                    if number % INTAKE_BATCH == 0 or number == len(frames):
+                        await asyncio.sleep(max(0.0, intake.used - intake.burst) / intake.rate_per_s)
+                continue
+            known = {frame: None for frame in frames if self.ingress.is_known(frame)}
+            for frame in [*known, *(frame for frame in frames if frame not in known)]:
+                if frame in known or intake.take(loop.time(), 0.0):
+                    await self._admit(frame)
+                else:
+                    self.ingress.refused[Reason.FLOODING] += 1
+
+    async def _admit(self, frame: bytes) -> None:
+        """Passes what a frame says to its taker; then other tasks have their turn."""
+        loop_s, began_s, intake = asyncio.get_running_loop().time(), self._timer(), self._intake
+        message = self.ingress.admit(frame, self._clock(), loop_s)
+        intake.take(loop_s, 0.0)
+        intake.spend(max(OWN_COST if message is Reason.OWN else 1.0, (self._timer() - began_s) / FRAME_S))
+        if isinstance(message, VerifiedMessage):
+            if isinstance(message.content, Want):
+                self._wants[message.peer_id] = message.sent_s, message.content
+            else:
+                self._receive(message, message.content)
+        await asyncio.sleep(0)
 
     async def _report(self) -> None:
         try:

@@ -1,6 +1,7 @@
 """Offers wait here for verification. Bounded.
 
-Established authors and the crowd of newcomers have equal turns.
+Places and turns go by author, so many offers of one author take nothing from the others. Established authors and the
+crowd of newcomers have half of the room each, and equal turns.
 """
 
 import random
@@ -10,7 +11,8 @@ from collections.abc import Callable
 from shoal.swarm.offer import Offer
 from shoal.swarm.trust import VerifiedMessage
 
-MOST = 512
+MOST = 256
+"""Offers of established authors, and of newcomers."""
 MOST_PER_AUTHOR = 32
 
 
@@ -22,16 +24,24 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
         self._of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         """Ids of each author's offers, oldest first, so that an offer costs no walk through all others."""
 
-    def add(self, message: VerifiedMessage, content: Offer) -> list[str]:
-        """Adds an offer; returns the authors of offers that had to make room."""
-        of_author = self._of.get(message.peer_id, {})
-        pushed_out = next(iter(of_author)) if len(of_author) >= MOST_PER_AUTHOR else None
-        if pushed_out is None and len(self) >= MOST:
-            pushed_out = next(iter(self))
-        authors = [] if pushed_out is None else [self.remove(pushed_out)[0].peer_id]
+    def add(self, message: VerifiedMessage, content: Offer, is_newcomer: Callable[[str], bool]) -> list[str]:
+        """Adds an offer; returns the authors of offers that had to make room.
+
+        Room is made by the author with the most offers, so nobody loses an only offer to an author with several.
+        """
+        crowded_out = None
+        if len(self._of.get(message.peer_id, ())) >= MOST_PER_AUTHOR:
+            crowded_out = message.peer_id
+        elif len(self) >= MOST:
+            newcomer = is_newcomer(message.peer_id)
+            alike = [author for author in self._of if is_newcomer(author) == newcomer]
+            if sum(len(self._of[author]) for author in alike) >= MOST:
+                crowded_out = max(alike, key=lambda author: len(self._of[author]))
+        if crowded_out is not None:
+            self.remove(next(iter(self._of[crowded_out])))
         self[message.id] = (message, content)
         self._of[message.peer_id][message.id] = None
-        return authors
+        return [] if crowded_out is None else [crowded_out]
 
     def remove(self, key: str) -> tuple[VerifiedMessage, Offer]:
         """Removes an offer and returns it. Raises `KeyError`."""
@@ -42,11 +52,31 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
             del self._of[message.peer_id]
         return message, content
 
-    def next(self, is_newcomer: Callable[[str], bool], newcomers: bool, rng: random.Random) -> str | None:
-        """Picks an offer: of an established author about every other time, of `newcomers` only in their turn; None
-        without any."""
-        known = [key for key, (message, _) in self.items() if not is_newcomer(message.peer_id)]
-        new = len(self) - len(known) if newcomers else 0
-        if known and (not new or rng.random() < 0.5):
-            return rng.choice(known)
-        return rng.choice(list(self)) if new else None
+    def next(
+        self,
+        is_newcomer: Callable[[str], bool],
+        newcomers: bool,
+        rng: random.Random,
+        wanted: Callable[[str], bool] = lambda author: True,
+    ) -> str | None:
+        """Picks the oldest offer of an author; None without any.
+
+        The author is an established one that is `wanted` about every other time, and a newcomer only in their turn.
+
+        Of offers with the same question and a common answer the first to arrive is picked, since the others may be
+        copies.
+        """
+        known = [author for author in self._of if not is_newcomer(author) and wanted(author)]
+        new = [author for author in self._of if is_newcomer(author)] if newcomers else []
+        authors = known if known and (not new or rng.random() < 0.5) else new
+        if not authors:
+            return None
+        key = next(iter(self._of[rng.choice(authors)]))
+        return next(first for first, (_, content) in self.items() if first == key or _may_copy(self[key][1], content))
+
+
+def _may_copy(one: Offer, first: Offer) -> bool:
+    """Whether an offer has the question and an answer of another."""
+    if one.claim.question != first.claim.question:
+        return False
+    return not {rollout.said for rollout in one.rollouts}.isdisjoint(rollout.said for rollout in first.rollouts)

@@ -53,6 +53,6 @@ LIES = frozenset({Reason.WRONG_QUESTION, Reason.WRONG_TRUTH})
 """Reasons proven by the author's own signature; each bans at once."""
 BLAMED = frozenset({Reason.BAD_BODY, Reason.NOT_DRAWN, Reason.OTHER_LIBRARIES, Reason.HANGS, Reason.TIMED_OUT})
 """Reasons held against the author: an honest node sends such offers seldom or never."""
-STANDING_KEPT = {Reason.HANGS: 0.0, Reason.TIMED_OUT: 0.5, Reason.OTHER_LIBRARIES: 0.5}
-"""Share of the good evidence that an author keeps after an offer that is costly to refuse. A hanging answer makes it a
-newcomer again. A receipt that was not drawn in time, perhaps by this machine's fault, does so after several."""
+STANDING_KEPT = {Reason.HANGS: 0.5, Reason.TIMED_OUT: 0.8, Reason.OTHER_LIBRARIES: 0.5}
+"""Share of the good evidence that an author keeps after an offer that is costly to refuse. An author of long standing
+is a newcomer again after three hanging answers in a row, and after eight receipts that were not drawn in time."""

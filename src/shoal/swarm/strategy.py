@@ -12,7 +12,7 @@ one small share together. A user's `module:function` has the signature `Sharer` 
             usable        uniformly among groups whose rewards differ by more than noise
             rewarding     informative groups, highest mean reward first
             diverse       informative groups, one task after the other, least taken author first
-            trusted       informative groups by trust, age, use and author; newcomers at most 15 %
+            trusted       informative groups, author by author, by trust, age and use; newcomers at most 15 %
 """
 
 import math
@@ -20,13 +20,15 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import fmean, pstdev
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from shoal.errors import ConfigError, expected_one_of
 from shoal.plugins import own_code
 from shoal.swarm.rates import Bucket
 
+T = TypeVar("T")
 NEWCOMER_SHARE = 0.15
 """Share of the groups taken by `trusted` that newcomers may have, in the long run."""
 USABLE_SPREAD = 0.2
@@ -149,23 +151,43 @@ def diverse(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list
 
 
 def by_trust(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Takes without replacement, with a probability proportional to
+    """Takes one offer of each author before the second of any, so many offers of one author gain it nothing.
 
-        trust * (1 - p^L - (1-p)^L) * 2^(-age / half-life) / ((1 + uses) (1 + groups taken of the author))
+    Authors are drawn with a probability proportional to
 
-    p is the mean reward, clamped to 0..1, and L the group's size. The middle factor is the chance that such a group is
+        trust * best / (1 + groups taken of the author)
+
+    and the author's offer with one proportional to its worth; `best` is the largest worth among the author's offers:
+
+        (1 - p^L - (1-p)^L) * 2^(-age / half-life) / (1 + uses)
+
+    p is the mean reward, clamped to 0..1, and L the group's size. The first factor is the chance that such a group is
     informative.
     """
+    offers: dict[str, list[int]] = {}
+    for i in _where(candidates, differ):
+        offers.setdefault(candidates[i].peer_id, []).append(i)
+    queues = [_drawn(of_author, [_worth(candidates[i]) for i in of_author], rng) for of_author in offers.values()]
+    weights = []
+    for of_author in offers.values():
+        one = candidates[of_author[0]]
+        best = max(_worth(candidates[i]) for i in of_author)
+        weights.append(one.trust * best / (1 + one.author_uses))
+    order = _drawn(queues, weights, rng)
+    turns = zip_longest(*order)
+    return [i for turn in turns for i in turn if i is not None][:n]
 
-    def weight(one: Candidate) -> float:
-        size = len(one.rewards)
-        p = min(max(fmean(one.rewards), 0.0), 1.0)
-        chance = max(1 - p**size - (1 - p) ** size, 1e-3)
-        return one.trust * chance * 2 ** (-one.age_s / HALF_LIFE_S) / ((1 + one.uses) * (1 + one.author_uses))
 
-    # The largest of u^(1/w) are a sample without replacement (Efraimidis and Spirakis 2006).
-    keys = {i: math.log(1 - rng.random()) / max(weight(candidates[i]), 1e-300) for i in _where(candidates, differ)}
-    return sorted(keys, key=keys.__getitem__, reverse=True)[:n]
+def _worth(one: Candidate) -> float:
+    size = len(one.rewards)
+    p = min(max(fmean(one.rewards), 0.0), 1.0)
+    return max(1 - p**size - (1 - p) ** size, 1e-3) * 2 ** (-one.age_s / HALF_LIFE_S) / (1 + one.uses)
+
+
+def _drawn(items: Sequence[T], weights: Sequence[float], rng: random.Random) -> list[T]:
+    """All items in the order of a weighted draw without replacement, by u^(1/w) (Efraimidis and Spirakis 2006)."""
+    keys = [math.log(1 - rng.random()) / max(weight, 1e-300) for weight in weights]
+    return [items[i] for i in sorted(range(len(items)), key=keys.__getitem__, reverse=True)]
 
 
 class Trusted:

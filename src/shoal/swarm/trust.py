@@ -12,8 +12,9 @@ the same libraries is a signed lie, and its author is banned. Refusals are count
 could have committed (replay, forgery, floods under a stolen name) are never held against an author.
 
 New identities are free, so a thousand newcomers together gain no more than one. They share one rate and one share of
-the processor. Their records are bounded and push out each other, never an established author. Established authors, at
-most `TrustLimits.authors`, push out the longest silent.
+the processor. Their records are bounded and push out each other, never an established author. A newcomer with enough
+good evidence becomes established when there is a place: some at once, then a few per hour, so an owner of many keys
+needs hours. Established authors, at most `TrustLimits.authors`, push out the longest silent.
 """
 
 import time
@@ -22,8 +23,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from shoal import wire
 from shoal.errors import WireError
+from shoal.net.identity import SIGNATURE_BYTES, peer_id_of
 from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
 from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Want
 from shoal.swarm.rates import Bucket, Recent
@@ -75,6 +79,9 @@ class TrustLimits:
     author_share: float = 0.02
     """Share of a core for decompressing and decoding one author's bodies; all newcomers together have the same."""
     author_burst_s: float = 1.0
+    first_established: int = 6
+    """Newcomers that become established without a wait, in a swarm where nobody is known yet."""
+    established_per_s: float = 2 / 3600
     authors: int = 4096
     """Records of newcomers, and of established authors; the longest silent are forgotten."""
 
@@ -106,6 +113,7 @@ class PeerRecord:
     """Sequence numbers passed over that have not arrived since: lost, or never sent."""
     good: float = 0.0
     bad: float = 0.0
+    established: bool = False
 
     @property
     def trust(self) -> float:
@@ -114,8 +122,8 @@ class PeerRecord:
 
     @property
     def newcomer(self) -> bool:
-        """True while the author has too little good evidence."""
-        return self.good < ESTABLISHED
+        """True while the author has too little good evidence, or no place among the established."""
+        return not self.established or self.good < ESTABLISHED
 
     def is_new(self, session: int, sequence: int) -> bool:
         """Tells whether a sequence number has not arrived yet and still may."""
@@ -137,6 +145,10 @@ class PeerRecord:
         else:
             self.gaps -= 1
             self.seen |= 1 << -ahead
+
+
+class _Author(msgspec.Struct):
+    author: bytes
 
 
 class IngressFilter:
@@ -164,6 +176,7 @@ class IngressFilter:
         self._timer = timer
         self._newcomers: Recent[str, PeerRecord] = Recent(self._limits.authors)
         self._established: Recent[str, PeerRecord] = Recent(self._limits.authors)
+        self._promotions = Bucket(self._limits.established_per_s, 1.0)
         self._crowd = self._new(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
         """Rates of all newcomers together."""
         self.banned = set[str]()
@@ -200,7 +213,16 @@ class IngressFilter:
                 one.processor.spend(took_s)
         self.admitted += 1
         peer_id = found.peer_id
-        return VerifiedMessage(peer_id, f"{peer_id}/{found.session}-{found.sequence}", found.sent_s, content)
+        sent_s = min(found.sent_s, now_s)  # a stamp ahead of time makes nothing younger
+        return VerifiedMessage(peer_id, f"{peer_id}/{found.session}-{found.sequence}", sent_s, content)
+
+    def is_known(self, frame: bytes) -> bool:
+        """Whether a frame names an established author, or this node; nothing is checked."""
+        try:
+            peer_id = peer_id_of(wire.decode(frame[SIGNATURE_BYTES:], _Author, MAX_FRAME_BYTES).author)
+        except WireError:
+            return False
+        return peer_id == self._own_id or peer_id in self._established
 
     def refuse(self, peer_id: str, reason: Reason) -> None:
         """Counts a message that failed after the filter, and holds it against its author where that is fair."""
@@ -227,13 +249,32 @@ class IngressFilter:
                 self.banned.discard(oldest)
         self.banned.add(peer_id)
 
-    def praise(self, peer_id: str) -> None:
-        """Credits an author with a true offer that had an advantage."""
+    def praise(self, peer_id: str, steady_s: float = 0.0) -> None:
+        """Credits an author with a true offer that had an advantage; `steady_s` is monotonic."""
         author = self._record(peer_id)
         self._remember(peer_id, author)
         author.good, author.bad = author.good * DECAY + 1, author.bad * DECAY
-        if not author.newcomer and peer_id in self._newcomers:
-            self._established[peer_id] = self._newcomers.pop(peer_id)
+        if author.established or author.good < ESTABLISHED:
+            return
+        if len(self._established) < self._limits.first_established or self._promotions.take(steady_s):
+            self._establish(peer_id, author)
+
+    def vouch(self, peer_id: str) -> None:
+        """Makes a peer established whom people, or an earlier process, know."""
+        if peer_id not in self._established:
+            author = self._record(peer_id)
+            author.good = max(author.good, 2 * ESTABLISHED)
+            self._establish(peer_id, author)
+
+    @property
+    def established(self) -> tuple[str, ...]:
+        """Ids of established peers that are not banned."""
+        return tuple(one for one, author in self._established.items() if not author.newcomer and one not in self.banned)
+
+    def _establish(self, peer_id: str, author: PeerRecord) -> None:
+        author.established = True
+        self._newcomers.pop(peer_id, None)
+        self._established[peer_id] = author
 
     def trust(self, peer_id: str) -> float:
         """Trust in a peer, 0..1; 0 for banned peers."""

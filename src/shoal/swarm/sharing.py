@@ -1,0 +1,41 @@
+"""Own groups that are to be shared wait here; the oldest makes room while the swarm is away. Bounded."""
+
+import asyncio
+from collections.abc import Mapping
+
+from shoal.errors import TaskError, WireError
+from shoal.swarm.offer import Offer, offer_of
+from shoal.swarm.strategy import Own, Sharer
+from shoal.swarm.trust import Recogniser
+from shoal.types import Group
+
+OUTBOX = 64
+
+
+class Outbox:
+    """Own groups chosen for sharing, as offers. One event loop."""
+
+    def __init__(self, own: Recogniser, sharer: Sharer, model: str, *, thoughts: bool) -> None:
+        self._own, self._sharer, self._model, self._thoughts = own, sharer, model, thoughts
+        self._queue: asyncio.Queue[tuple[Group, float]] = asyncio.Queue(OUTBOX)
+
+    def put(self, group: Group, needs: Mapping[str, float], made_s: float) -> int:
+        """Queues a group if the strategy shares it; returns the number of groups that made room."""
+        rewards = tuple(rollout.reward.value for rollout in group.finished)
+        size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
+        if not self._sharer(Own(group.task.service, rewards, size), needs, asyncio.get_running_loop().time()):
+            return 0
+        dropped = int(self._queue.full())
+        if dropped:
+            self._queue.get_nowait()
+        self._queue.put_nowait((group, made_s))
+        return dropped
+
+    async def next(self) -> Offer | None:
+        """Waits for a group and returns its offer; None for a group that cannot travel."""
+        group, made_s = await self._queue.get()
+        try:
+            claim = await self._own.claim(group.task)
+            return offer_of(group, claim, self._model, made_s, thoughts=self._thoughts)
+        except (TaskError, WireError, ValueError):
+            return None
