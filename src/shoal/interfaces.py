@@ -72,8 +72,6 @@ class LogitRules:
     """Taken from the logit of every token that the answer already has, for each time."""
     bias: tuple[tuple[int, float], ...] = ()
     """Token ids, and what is added to their logits."""
-    schema: str = ""
-    """JSON Schema that the answer satisfies; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)

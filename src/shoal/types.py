@@ -9,7 +9,7 @@ tokenizers), `Sample`s are not (token ids and logprobs belong to one tokenizer).
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias
 
@@ -95,7 +95,7 @@ class FinishReason(StrEnum):
     """The reason why an engine stopped sampling tokens."""
 
     STOP = "stop"
-    """A stop token was sampled; it is the last token of the completion."""
+    """A stop token or a stop text was sampled; it ends the completion."""
     LENGTH = "length"
     """The token budget or the context ran out."""
     ABORT = "abort"
@@ -119,6 +119,8 @@ class Sampling:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    grammar: str = ""  # in llguidance's Lark syntax; the answer satisfies it
+    begun: int = 0  # the last tokens of the prompt that belong to the answer under the grammar
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -132,6 +134,16 @@ class Sampling:
             raise ValueError(f"top_k: expected 0 (off) to {MOST_TOP_K}, got {self.top_k}")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p: expected a number in [0, 1), got {self.min_p}")
+
+    def rest(self, sampled: int, index: int = 0) -> "Sampling | None":
+        """Sampling that continues completion `index` after `sampled` tokens; None when it has all its tokens.
+
+        The seed is derived from the number of tokens: the old seed would repeat its random numbers.
+        """
+        if sampled >= self.max_tokens:
+            return None
+        seed = None if self.seed is None else seed_for("rest", self.seed, index, sampled)
+        return replace(self, max_tokens=self.max_tokens - sampled, seed=seed, begun=self.begun + sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +163,8 @@ class Completion:
 
     Each token has equally many bytes (`shoal.model.routing`); bytes 255 stand for an expert that nobody recorded.
     """
+    forced: tuple[int, ...] = ()
+    """Indices of tokens to which a grammar left less than half of the model's probability; they are not trained."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -162,6 +176,18 @@ class Completion:
             raise ValueError("completion logprobs must be finite and <= 0")
         if list(self.versions) != sorted(self.versions):
             raise ValueError("completion versions must not decrease")
+
+    def then(self, more: "Completion") -> "Completion":
+        """Completion that a later call continued."""
+        size = len(self.token_ids)
+        return Completion(
+            self.token_ids + more.token_ids,
+            self.logprobs + more.logprobs,
+            self.versions + more.versions,
+            more.finish_reason,
+            self.routing + more.routing[len(self.routing) :],
+            self.forced + tuple(size + index for index in more.forced),
+        )
 
 
 def check_parents(parents: Iterable[int | None]) -> None:

@@ -218,7 +218,7 @@ def test_text_completions_take_texts_and_tokens() -> None:
             tuple(one.engine.renderer.token_ids("3 + 4 =")),
             (1, 2, 3),
         ]
-        assert models.data[0].model_extra == {"max_model_len": CONTEXT}
+        assert models.data[0].model_extra["max_model_len"] == CONTEXT
         check_exact(one, tree)
 
     run(scenario, " 7")
@@ -245,11 +245,11 @@ def test_an_agent_that_renders_by_itself_trains_on_one_row() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
-        ("stop", ["x"]),
+        ("n", 2000),
+        ("stop", ["x"] * 17),
         ("presence_penalty", 0.5),
         ("logit_bias", {"5": 1.0}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "grammar"}),
         ("tool_choice", "required"),
         ("max_tokens", 0),
         ("chat_template_kwargs", {"chat_template": "{{ 7 * 7 }}"}),

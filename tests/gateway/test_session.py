@@ -3,7 +3,8 @@
 import pytest
 
 from shoal.errors import HistoryDiverged
-from shoal.gateway.token_tree import Cause, Conversation, Generation, HistoryPolicy, TokenTree, minted_id
+from shoal.gateway.conversation import Conversation, minted_id
+from shoal.gateway.token_tree import Cause, Generation, HistoryPolicy, TokenTree
 from shoal.types import Completion, FinishReason, Message, Role, ToolCall
 
 END = 9

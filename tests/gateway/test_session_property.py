@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from session_sim import Simulation, Wrong, decode, encode
-from shoal.gateway.token_tree import Attachment, Conversation, Generation, HistoryPolicy, OpenGeneration, TokenTree
+from shoal.gateway.conversation import Conversation
+from shoal.gateway.token_tree import Attachment, Generation, HistoryPolicy, OpenGeneration, TokenTree
 from shoal.types import Turn
 
 SESSIONS = 5_000

@@ -51,23 +51,27 @@ class ScriptedEngine:
     streamed: int = 0
     """Tokens that streams have given."""
     seen_rules: list[LogitRules] = field(default_factory=list)
+    _rest: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    """Tokens of answers that `max_tokens` cut, by the prompts with which they go on."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         self.received.append((tuple(prompt_ids), sampling))
-        said = self.script.pop(0) if self.script else "ok"
+        rest = self._rest.pop(tuple(prompt_ids), None)
+        said = "" if rest is not None else self.script.pop(0) if self.script else "ok"
         await asyncio.sleep(self.delay_s)
         if said is None:
             raise EngineUnavailable("the engine is gone")
         # One token per byte: never how the tokenizer would have spelt the text.
-        ids = [token for char in said.removesuffix("…") for token in self.spelt(char)]
+        ids = rest or [token for char in said.removesuffix("…") for token in self.spelt(char)]
         finish = FinishReason.LENGTH if said.endswith("…") else FinishReason.STOP
         if self.aborts:
             self.aborts, finish = self.aborts - 1, FinishReason.ABORT
-        elif finish is FinishReason.STOP:
+        elif finish is FinishReason.STOP and rest is None:
             ids.append(self.renderer.stop_token_ids[0])
         if len(ids) > sampling.max_tokens:
+            self._rest[(*prompt_ids, *ids[: sampling.max_tokens])] = ids[sampling.max_tokens :]
             ids, finish = ids[: sampling.max_tokens], FinishReason.LENGTH
         completion = Completion(tuple(ids), (-0.25,) * len(ids), (self.version,) * len(ids), finish)
         self.drawn.append(completion)
@@ -120,8 +124,9 @@ async def served(
     """A gateway on a free port, before a scripted engine, `pooled` as in a run; `options` are the gateway's.
 
     `is_open` has it answer the model `m` without a session; `token_s` is the time between two tokens of a stream.
+    `made` is another renderer.
     """
-    made = renderer(style)
+    made = options.pop("made", None) or renderer(style)
     token_s = options.pop("token_s", 0.0)
     engine = ScriptedEngine(made, list(script), delay_s=delay_s, token_s=token_s)
     if options.pop("is_open", False):

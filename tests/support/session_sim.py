@@ -5,15 +5,14 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
+from shoal.gateway.conversation import Conversation, minted_id
 from shoal.gateway.token_tree import (
     Attachment,
     Cause,
-    Conversation,
     Generation,
     HistoryPolicy,
     OpenGeneration,
     TokenTree,
-    minted_id,
 )
 from shoal.trainer.advantage import rows
 from shoal.types import Completion, FinishReason, Message, Reward, Role, Rollout, ToolCall

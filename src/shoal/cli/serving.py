@@ -1,6 +1,5 @@
 """`shoal serve` answers clients of a model, or the tinker package's training loops."""
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -48,6 +47,7 @@ def serve(
     import uvloop
 
     from shoal.config import parse
+    from shoal.gateway.chat import example
     from shoal.gateway.request_log import RequestLog, RequestRecord
     from shoal.net.process import cores
     from shoal.run.devices import devices_of, gpus_present, visible_gpus
@@ -86,10 +86,10 @@ def serve(
     config = parse({"model": {"path": model[0], "device": device}, "tasks": [{"name": "chain_sum"}]})
     devices_of(config, visible_gpus(os.environ, gpus_present()), trains=False)
 
-    def announce(url: str, name: str, key: str) -> None:
-        body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    def announce(url: str, name: str, key: str, chats: bool) -> None:
+        path, body = example(name, chats=chats)
         known = f" -H 'Authorization: Bearer {key}'" if key else ""
-        curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{known} -d '{body}'"
+        curl = f"curl {url}{path} -H 'Content-Type: application/json'{known} -d '{body}'"
         print(f"{url}/v1", curl, sep="\n", flush=True)
 
     with closing(RequestLog(log)) if log else nullcontext() as file:

@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.engine.adapters import AdaptedRows
 from shoal.engine.attention import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.kv_cache import KVCache
-from shoal.engine.logit_rules import reported
+from shoal.engine.logit_rules import LEAST_SHARE, reported
 from shoal.engine.request import Draft
 from shoal.engine.scheduler import Chunk, StepPlan
 from shoal.types import Sampling
@@ -151,15 +151,18 @@ class StepBatch:
         if not self._ruled:
             return logits_BV
         left_BV = logits_BV.float().clone()
-        for row, _, rules in self._ruled:
-            left_BV[row] = rules.changed(left_BV[row])
+        for row, draft, rules in self._ruled:
+            left_BV[row] = rules.changed(left_BV[row], draft.sampling.temperature)
         return left_BV
 
     def note_ruled(self, logits_BV: Tensor, tokens: Sequence[int], logprobs: list[float]) -> None:
-        """Adds the tokens to the rows with rules, and puts the model's own logprobs in the place of theirs."""
+        """Adds the tokens to the rows with rules, and puts the model's own logprobs where nobody trains on them."""
         for row, draft, rules in self._ruled:
-            (logprobs[row],), (top,) = reported(logits_BV[row : row + 1], tokens[row : row + 1], rules.top)
-            draft.tops.append(top)
+            if rules.is_trained:
+                draft.forced += [len(draft.sampled)] if rules.share < LEAST_SHARE else []
+            else:
+                (logprobs[row],), (top,) = reported(logits_BV[row : row + 1], tokens[row : row + 1], rules.top)
+                draft.tops.append(top)
             rules.note(tokens[row])
 
     def logits(self, forward: "Forward") -> Tensor:

@@ -123,6 +123,11 @@ class ForeignEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """Samples `n` completions of one prompt; an update ends a completion with `ABORT` and its tokens so far."""
+        if sampling.grammar:
+            raise RequestRefused(
+                f"response_format, tool_choice: {self.abilities.server} does not say which tokens a grammar forced; "
+                f"leave these fields out, or use Shoal's own engine (no engine.urls)"
+            )
         failed_before = await self._admitted()
         version = self._version
         salt = f"v{version}" if self.how is StopMode.KEEP else None

@@ -157,4 +157,5 @@ def _completion(choice: protocol.GeneratedChoice) -> Completion:
         tuple(versions),
         FinishReason(choice.finish_reason),
         b64decode(choice.routing),
+        tuple(choice.forced),
     )

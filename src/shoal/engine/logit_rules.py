@@ -1,7 +1,8 @@
-"""Rules of the logits for clients that train nothing: penalties, biases, a JSON Schema, and the most likely tokens.
+"""Rules of the logits: penalties, biases and the most likely tokens where nobody trains, and grammars everywhere.
 
-A row with rules reports the logprobs of the model itself, at temperature 1 and before any rule, as vLLM does. Its token
-is sampled from the logits that the rules leave.
+A row with rules that nobody trains on reports the logprobs of the model itself, at temperature 1 and before any rule,
+as vLLM does. Its token is sampled from the logits that the rules leave. A trained row has a grammar alone, and reports
+the logprobs after its mask.
 """
 
 from collections import Counter
@@ -25,7 +26,15 @@ if TYPE_CHECKING:
 MOST_TOP = 20
 """Most likely tokens that a client may ask for, as with OpenAI."""
 MOST_BIASES = 1024
+LEAST_SHARE = 0.5
+"""Share of the model's probability that a grammar must leave, lest its token count as forced.
+
+The behaviour's logprob is exact for every share. Below one half most losses would clip the ratio of trained and sampled
+probability, and the trainer's comparison with the engine would see the mask.
+"""
 TOKENIZERS_KEPT = 4
+FIELDS = "response_format, tool_choice"
+"""Names of the fields that make a grammar."""
 Top: TypeAlias = tuple[tuple[int, float], ...]
 """Most likely tokens and their logprobs, most likely first."""
 
@@ -33,8 +42,11 @@ Top: TypeAlias = tuple[tuple[int, float], ...]
 class RuledLogits:
     """Rules of one answer, with what it has so far."""
 
-    def __init__(self, rules: LogitRules, matcher: "LLMatcher | None" = None) -> None:
+    def __init__(self, rules: LogitRules, matcher: "LLMatcher | None" = None, *, is_trained: bool = False) -> None:
         self.top = rules.top
+        self.is_trained = is_trained
+        self.share = 1.0
+        """Share of the model's probability that the grammar left for the newest token."""
         self._rules = rules
         self._matcher = matcher
         self._counted: Counter[int] = Counter()
@@ -44,7 +56,8 @@ class RuledLogits:
 
     def copy(self) -> "RuledLogits":
         """Copies the rules for another answer, which has no token yet."""
-        return RuledLogits(self._rules, self._matcher.deep_copy() if self._matcher is not None else None)
+        matcher = self._matcher.deep_copy() if self._matcher is not None else None
+        return RuledLogits(self._rules, matcher, is_trained=self.is_trained)
 
     def note(self, token: int) -> None:
         """Adds a sampled token to the answer."""
@@ -52,8 +65,8 @@ class RuledLogits:
         if self._matcher is not None and not self._matcher.consume_token(token):
             self.failed = self._matcher.get_error() or "the grammar does not know the token"
 
-    def changed(self, logits_V: Tensor) -> Tensor:
-        """The logits that the rules leave, [V]; float32."""
+    def changed(self, logits_V: Tensor, temperature: float) -> Tensor:
+        """The logits that the rules leave, [V]; float32. `temperature` is that of the sampling."""
         if not self._changes:
             return logits_V
         left_V = logits_V.float().clone()
@@ -64,7 +77,9 @@ class RuledLogits:
             weights = self._counted.items()
             _add(left_V, {token: -rules.presence_penalty - rules.frequency_penalty * n for token, n in weights})
         if self._matcher is not None:
-            left_V.masked_fill_(~_allowed(self._matcher, left_V), -torch.inf)
+            allowed_V = _allowed(self._matcher, left_V)
+            self.share = float((left_V / (temperature or 1.0)).softmax(-1)[allowed_V].sum())
+            left_V.masked_fill_(~allowed_V, -torch.inf)
         return left_V
 
 
@@ -111,34 +126,34 @@ def check_rules(rules: LogitRules, vocabulary: int) -> None:
 
 
 class Grammars:
-    """Grammars of JSON Schemas over the tokens of one model."""
+    """Grammars over the tokens of one model."""
 
     def __init__(self, model_dir: Path, vocabulary: int) -> None:
         self._file = model_dir / "tokenizer.json"
         self._vocabulary = vocabulary
         self._tokenizer: Callable[[tuple[int, ...]], LLTokenizer] = lru_cache(TOKENIZERS_KEPT)(self._read)
 
-    def matcher(self, schema: str, stop_token_ids: Sequence[int]) -> "LLMatcher":
-        """Matcher of answers that satisfy a JSON Schema and end in a stop token. Takes up to a second.
+    def matcher(self, grammar: str, stop_token_ids: Sequence[int], begun: Sequence[int] = ()) -> "LLMatcher":
+        """Matcher of answers that satisfy a grammar and end in a stop token, after their first tokens `begun`.
 
-        Raises `RequestRefused` for a schema that cannot be served, and without the library or a tokenizer.
+        The first takes up to a second. Raises `RequestRefused` for a grammar that cannot be served, and without the
+        library or a tokenizer.
         """
         try:
             from llguidance import LLMatcher
         except ModuleNotFoundError as error:
             raise RequestRefused(
-                "response_format: expected the package llguidance beside the server, which is not installed; "
+                f"{FIELDS}: expected the package llguidance beside the server, which is not installed; "
                 "pip install 'shoal[serve]' brings it"
             ) from error
         if not self._file.is_file() or not stop_token_ids:
-            raise RequestRefused("response_format: expected a model with a tokenizer.json and an end token")
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema)
-        except ValueError as error:
-            raise RequestRefused(f"response_format: {error}") from error
-        matcher = LLMatcher(self._tokenizer(tuple(stop_token_ids)), grammar, log_level=0)
+            raise RequestRefused(f"{FIELDS}: expected a model with a tokenizer.json and an end token")
+        parsed = LLMatcher.grammar_from_lark(grammar)
+        matcher = LLMatcher(self._tokenizer(tuple(stop_token_ids)), parsed, log_level=0)
+        if begun and not matcher.is_error():
+            matcher.consume_tokens(list(begun))
         if matcher.is_error():
-            raise RequestRefused(f"response_format: {matcher.get_error().strip().splitlines()[0]}")
+            raise RequestRefused(f"{FIELDS}: {matcher.get_error().strip().splitlines()[0]}")
         return matcher
 
     def _read(self, stop_token_ids: tuple[int, ...]) -> "LLTokenizer":

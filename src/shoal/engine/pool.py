@@ -213,7 +213,7 @@ class EnginePool:
         """Continues the completion `sampled` for as long as it is aborted."""
         fruitless = 0
         while sampled.finish_reason is FinishReason.ABORT and fruitless < FRUITLESS_ABORTS:
-            rest = request.rest(sampled, index)
+            rest = request.sampling.rest(len(sampled.token_ids), index)
             if rest is None:
                 return replace(sampled, finish_reason=FinishReason.LENGTH)
             at_least = sampled.versions[-1] if sampled.versions else request.at_least
@@ -221,13 +221,7 @@ class EnginePool:
             if not more.token_ids:
                 await asyncio.sleep(_backoff_s(fruitless))
             fruitless = 0 if more.token_ids else fruitless + 1
-            sampled = Completion(
-                sampled.token_ids + more.token_ids,
-                sampled.logprobs + more.logprobs,
-                sampled.versions + more.versions,
-                more.finish_reason,
-                sampled.routing + more.routing[len(sampled.routing) :],
-            )
+            sampled = sampled.then(more)
         return sampled
 
     async def _ask_any(self, key: bytes, count: int, at_least: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:

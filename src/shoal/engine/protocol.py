@@ -6,6 +6,7 @@ Names and shapes follow vLLM wherever vLLM has the route. Shoal adds `/stream`, 
 
 from base64 import b64encode
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import groupby
 from typing import Annotated, Literal
 
@@ -30,6 +31,8 @@ class SamplingParams(msgspec.Struct, forbid_unknown_fields=True):
     n: int = 1
     seed: int | None = None
     stop_token_ids: Sequence[int] | None = None
+    grammar: str = ""
+    begun: Annotated[int, msgspec.Meta(ge=0)] = 0
     logprobs: Literal[0] | None = 0
     """Answers always carry the logprob of each sampled token, and no other logprob."""
 
@@ -87,6 +90,8 @@ class GeneratedChoice(msgspec.Struct):
     weight_versions: list[VersionSpan] | None = None
     routing: str = ""
     """`Completion.routing` in base64; empty unless the engine records it."""
+    forced: list[int] = []
+    """`Completion.forced`."""
 
 
 class GenerateResponse(msgspec.Struct):
@@ -165,9 +170,10 @@ class PausedState(msgspec.Struct):
 
 def sampling_of(params: SamplingParams) -> Sampling:
     """Sampling of a request. Raises `RequestRefused` for values out of range."""
-    top_k, stops = 0 if params.top_k == -1 else params.top_k, tuple(params.stop_token_ids or ())
+    given = {field.name: getattr(params, field.name) for field in fields(Sampling)}
+    given |= {"top_k": 0 if params.top_k == -1 else params.top_k, "stop_token_ids": tuple(params.stop_token_ids or ())}
     try:
-        return Sampling(params.max_tokens, params.temperature, params.top_p, top_k, params.min_p, stops, params.seed)
+        return Sampling(**given)
     except ValueError as error:
         raise RequestRefused(f"sampling_params.{error}") from error
 
@@ -181,4 +187,4 @@ def choice_of(index: int, one: Completion) -> GeneratedChoice:
     rows = zip(one.token_ids, one.logprobs, strict=True)
     sampled = Logprobs([TokenLogprob(token, logprob, f"token_id:{token}") for token, logprob in rows])
     routing = b64encode(one.routing).decode()
-    return GeneratedChoice(index, list(one.token_ids), one.finish_reason, sampled, spans, routing)
+    return GeneratedChoice(index, list(one.token_ids), one.finish_reason, sampled, spans, routing, list(one.forced))

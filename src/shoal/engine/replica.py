@@ -2,14 +2,14 @@
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
-from shoal.types import Completion, Sampling, seed_for
+from shoal.types import Sampling
 
 UPDATE_TIMEOUT_S = 900.0
 
@@ -85,14 +85,3 @@ class PoolRequest:
     priority: int
     at_least: int
     """Version of the newest token of its session."""
-
-    def rest(self, sampled: Completion, index: int) -> Sampling | None:
-        """Sampling that continues completion `index`; None when it has all its tokens.
-
-        A seed is replaced by one derived from the tokens sampled so far: the old seed would repeat its random numbers.
-        """
-        count, seed = len(sampled.token_ids), self.sampling.seed
-        if count >= self.sampling.max_tokens:
-            return None
-        seed = None if seed is None else seed_for("rest", seed, index, count)
-        return replace(self.sampling, max_tokens=self.sampling.max_tokens - count, seed=seed)

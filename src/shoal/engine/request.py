@@ -57,7 +57,9 @@ class Draft(SequenceState):
     """Tokens other than the target with their logprobs, for each target."""
     logprobs: list[float] = field(default_factory=list)
     rules: RuledLogits | None = None
-    """Rules of a client that trains nothing; logprobs are then those of the model itself."""
+    """Rules of the answer; where nobody trains on it, its logprobs are those of the model itself."""
+    forced: list[int] = field(default_factory=list)
+    """Indices of sampled tokens; see `Completion.forced`."""
     tops: list[Top] = field(default_factory=list)
     """Most likely tokens for each sampled or scored token, where the rules ask for them."""
     versions: list[int] = field(default_factory=list)

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -31,8 +31,12 @@ from shoal.engine.step_engine import COUNTERS, GAUGES, StepEngine
 from shoal.engine.token_stream import TokenStream, pass_on
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
+from shoal.interfaces import LogitRules
 from shoal.net.server import HANDLERS, body, decoded, disconnected, exposition, guarded, json, refusal
 from shoal.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 T = TypeVar("T")
 
@@ -208,6 +212,8 @@ class EngineServer:
         asked = await self._body(http, protocol.GenerateRequest)
         request = _request(asked, self._adapter(asked.model))
         self._engine.check(request)
+        if (matcher := await self._matcher(request)) is not None:
+            request.rules = RuledLogits(LogitRules(), matcher, is_trained=True)
         await self._answered(http, request)
         if not request.finished:
             return Response(status_code=protocol.CLIENT_GONE)
@@ -221,11 +227,7 @@ class EngineServer:
         self._engine.check(request)
         if request.n != 1:
             raise RequestRefused(f"sampling_params.n: expected 1 in a stream, got {request.n}")
-        stops, matcher = request.sampling.stop_token_ids, None
-        if asked.rules.schema:
-            compiled = partial(self._grammars.matcher, asked.rules.schema, stops)
-            matcher = await asyncio.get_running_loop().run_in_executor(self._reading, compiled)
-        request.rules = RuledLogits(asked.rules, matcher)
+        request.rules = RuledLogits(asked.rules, await self._matcher(request))
         stream = TokenStream(request, asked.every)
         self._streams.add(stream)
         try:
@@ -234,6 +236,15 @@ class EngineServer:
             self._streams.discard(stream)
             raise
         return StreamingResponse(self._lines(stream), media_type="application/x-ndjson")
+
+    async def _matcher(self, request: Request) -> "LLMatcher | None":
+        """Matcher of the request's grammar, if it has one. Raises `RequestRefused`."""
+        sampling = request.sampling
+        if not sampling.grammar:
+            return None
+        begun = request.prompt_ids[len(request.prompt_ids) - sampling.begun :]
+        compiled = partial(self._grammars.matcher, sampling.grammar, sampling.stop_token_ids, begun)
+        return await asyncio.get_running_loop().run_in_executor(self._reading, compiled)
 
     async def _lines(self, stream: TokenStream) -> AsyncIterator[bytes]:
         try:
@@ -376,4 +387,5 @@ def _choice(draft: Draft) -> protocol.GeneratedChoice:
     """Response choice of a finished completion."""
     assert draft.finish_reason is not None
     streams = tuple(draft.sampled), tuple(draft.logprobs), tuple(draft.versions)
-    return protocol.choice_of(draft.index, Completion(*streams, draft.finish_reason, draft.recorded_routing()))
+    routing, forced = draft.recorded_routing(), tuple(draft.forced)
+    return protocol.choice_of(draft.index, Completion(*streams, draft.finish_reason, routing, forced))

@@ -9,7 +9,7 @@ The adapter sends no seeds: a seeded request whose prompt is computed in more th
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -29,6 +29,7 @@ from shoal.net.client import words
 from shoal.types import Sampling
 
 GENERATE = "/inference/v1/generate"
+NOT_SENT = frozenset({"seed", "grammar", "begun"})
 NO_LOGPROB = -9999.0  # vLLM's value for a missing logprob
 METRICS = {
     "vllm:num_requests_running": "running",
@@ -146,7 +147,7 @@ class VLLM(HttpAdapter):
 
 def _generation(asked: Asked) -> dict[str, object]:
     params = {
-        **asdict(replace(asked.sampling, seed=None)),
+        **{name: value for name, value in asdict(asked.sampling).items() if name not in NOT_SENT},
         "n": asked.n,
         "ignore_eos": True,
         "logprobs": 0,

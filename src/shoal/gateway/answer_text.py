@@ -1,10 +1,13 @@
-"""Text of one answer while its tokens come: what may be shown, and where a stop string ends it."""
+"""Text of one answer while its tokens come: what may be shown, and where a stop text or a first call ends it."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
+
+from shoal.types import Message
 
 if TYPE_CHECKING:
     from shoal.model.chat_template import Answer, ChatRenderer
@@ -31,25 +34,40 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 class AnswerText:
     """Reader of one answer; `content` and `reasoning` only ever grow, and may be shown at once.
 
-    Stop strings end the content; a thought does not end by them.
+    Stop texts end the answer; a thought does not end by them.
     """
 
     def __init__(
-        self, renderer: "ChatRenderer", stops: Sequence[str], *, chat: bool, tools: bool = False, template: str = ""
+        self,
+        renderer: "ChatRenderer",
+        stops: Sequence[str],
+        *,
+        chat: bool,
+        tools: bool = False,
+        template: str = "",
+        one_call: bool = False,
+        after: Message | None = None,
     ) -> None:
-        """`chat` parts thoughts and, with `tools`, calls, whose content then comes with the last tokens."""
+        """`chat` parts thoughts and, with `tools`, calls, whose content then comes with the last tokens.
+
+        With `one_call` the answer ends after its first call. `after` is the earlier part of the answer.
+        """
         self.content = self.reasoning = ""
         self.stopped = False
-        """Whether a stop string ended the answer."""
+        """Whether a stop text or the first call ended the answer."""
+        self.stop = ""
+        """The stop text that ended the answer."""
         self.answer: Answer | None = None
         """The whole answer, once it is parsed after its last token."""
-        self._renderer, self._stops = renderer, tuple(stops)
+        self._renderer, self._stops, self._after = renderer, tuple(stops), after
         self._tools, self._template = tools, template
+        self._one_call = one_call and tools
         self.parses = chat and (tools or renderer.parts_thoughts(template))
+        self.watches = bool(self._stops or self._one_call)
+        """Whether the answer may end before its stop token."""
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []
         self._text = ""
-        self._ends: list[int] = []  # length of the plain text after each token
         self._parsed = 0
 
     def add(self, token_ids: Sequence[int], *, last: bool) -> None:
@@ -63,15 +81,42 @@ class AnswerText:
             self._decode(token_ids, last)
 
     def kept(self) -> int:
+        """Number of tokens of the answer: up to the end of the stop text or of the first call."""
+        return self._first(self._is_over) if self.stopped else len(self._ids)
+
+    def shown(self) -> int:
         """Number of tokens whose text begins before the end of the content."""
-        if not self.stopped or not self._ends:
+        if not self.stopped:
             return len(self._ids)
-        return bisect_left(self._ends, len(self.content)) + 1 if self.content else 0
+        return self._first(lambda size: len(self._text_of(size)) >= len(self.content)) if self.content else 0
+
+    @property
+    def whole(self) -> "Answer":
+        """Answer, once it is whole, without its stop text."""
+        from shoal.model.chat_template import Answer
+
+        return self.answer or Answer(self.content, self.reasoning)
+
+    def _first(self, holds: Callable[[int], bool]) -> int:
+        """Least number of tokens for which a condition holds that more tokens do not break."""
+        return bisect_left(range(len(self._ids)), True, lo=1, key=holds)
+
+    def _is_over(self, size: int) -> bool:
+        """Whether the first tokens have a stop text or a call."""
+        text = self._text_of(size)
+        return any(stop in text for stop in self._stops) or (self._one_call and bool(self._answer(size, True).calls))
+
+    def _text_of(self, size: int) -> str:
+        """Text of the first tokens behind their thought, calls included."""
+        return self._answer(size, False).content if self.parses else self._renderer.text(self._ids[:size])
+
+    def _answer(self, size: int, tools: bool) -> "Answer":
+        ids = self._ids[:size]
+        return self._renderer.answer(ids, tools=tools, template=self._template, after=self._after)
 
     def _decode(self, token_ids: Sequence[int], last: bool) -> None:
         for token in token_ids:
             self._text += self._renderer.next_text(self._decoder, token)
-            self._ends.append(len(self._text))
         if last and (whole := self._renderer.text(self._ids)).startswith(self._text):
             self._text = whole
         self._show(self._text, last)
@@ -80,7 +125,10 @@ class AnswerText:
         if not last and len(self._ids) - self._parsed < max(1, len(self._ids) // PARSES):
             return
         self._parsed = len(self._ids)
-        answer = self._renderer.answer(self._ids, tools=self._tools and last, template=self._template)
+        if self.watches and self._is_over(len(self._ids)):
+            self._end()
+            return
+        answer = self._answer(len(self._ids), self._tools and last)
         self.reasoning = self._grown(self.reasoning, answer.reasoning, last).rstrip()
         if self._tools and not last:
             return
@@ -91,15 +139,30 @@ class AnswerText:
         if last:
             self.answer = answer
 
-    def _show(self, text: str, last: bool) -> None:
-        """Shows a text up to its first stop string, or to where one may begin."""
+    def _end(self) -> None:
+        """Ends the answer at its first stop text or call."""
+        self.stopped = True
+        answer = self._answer(self.kept(), self._tools)
+        content = self._before_stop(answer.content)
+        if not content.startswith(self.content):
+            content = self.content
+        self.reasoning = self._grown(self.reasoning, answer.reasoning, True).rstrip()
+        self.content, calls = content, answer.calls[:1] if self._one_call else answer.calls
+        self.answer = replace(answer, content=content, calls=calls)
+
+    def _before_stop(self, text: str) -> str:
+        """Text before its first stop text, which becomes that of the answer; all of it where there is none."""
         longest = max(map(len, self._stops), default=0)
         searched = max(len(self.content) - longest, 0)
-        found = [at for stop in self._stops if (at := text.find(stop, searched)) >= 0]
-        if found:
-            self.content, self.stopped = text[: min(found)], True
-        else:
-            self.content = self._grown(self.content, text, last)
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop, searched)) >= 0]
+        at, self.stop = min(found, default=(len(text), ""))
+        return text[:at]
+
+    def _show(self, text: str, last: bool) -> None:
+        """Shows a text up to its first stop text, or to where one may begin."""
+        before = self._before_stop(text)
+        self.stopped = bool(self.stop)
+        self.content = before if self.stopped else self._grown(self.content, text, last)
 
     def _grown(self, shown: str, text: str, last: bool) -> str:
         if not last:

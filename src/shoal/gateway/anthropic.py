@@ -1,23 +1,29 @@
 """Anthropic's `/v1/messages`: requests and answers."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from shoal.gateway.conversation import Conversation
 from shoal.gateway.dialects import (
     Body,
     Dialect,
     ModelRequest,
-    Refusal,
     Reply,
     TextPart,
+    begun_by,
+    check_count,
     conversation,
     function_tool,
+    schema_of,
+    stops_of,
     text_of,
+    wanted_calls,
 )
+from shoal.gateway.fields import Fields, Refusal, Unserved
 from shoal.gateway.sessions import AnswerRequest
-from shoal.gateway.token_tree import Conversation, TokenTree
+from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
 BLOCKS = {"user": {"text", "tool_result"}, "assistant": {"text", "tool_use", "thinking", "redacted_thinking"}}
@@ -46,12 +52,35 @@ class OfferedTool(msgspec.Struct):
     name: str
     description: str = ""
     input_schema: dict[str, object] = {}
+    type: str | None = "custom"
+    """Kind of the tool; all kinds but `custom` are run by Anthropic itself."""
+
+
+class Thinking(msgspec.Struct):
+    """Thinking; see `thinking` in Anthropic's reference. Its budget is the model's own."""
+
+    type: str
+
+
+class OutputFormat(msgspec.Struct):
+    """Format of an answer."""
+
+    type: str
+    schema: dict[str, object] | None = None
+
+
+class OutputConfig(msgspec.Struct):
+    """Output config; see `output_config` in Anthropic's reference."""
+
+    format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class ToolChoice(msgspec.Struct):
     """Tool choice; see `tool_choice` in Anthropic's reference."""
 
     type: str
+    name: str = ""
     disable_parallel_tool_use: bool = False
 
 
@@ -62,25 +91,61 @@ class MessagesRequest(ModelRequest, kw_only=True):
     system: str | list[Block] | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: ToolChoice | None = None
+    stop_sequences: list[str] | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
 
 
 def messages_ask(body: MessagesRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a body. Raises `Refusal`."""
     if body.max_tokens is None:
         raise Refusal("max_tokens", "a number", None)
-    return AnswerRequest(conversation_of(body), body)
+    choice, asked = body.tool_choice or ToolChoice("auto"), body.output_config and body.output_config.format
+    word = {"any": "required", "tool": "required"}.get(choice.type, choice.type)
+    named = choice.name if choice.type == "tool" else ""
+    wanted = wanted_calls("tool_choice", word, named, _tools(body))
+    return AnswerRequest(
+        conversation_of(body),
+        body,
+        stops=stops_of("stop_sequences", body.stop_sequences),
+        one_call=choice.disable_parallel_tool_use,
+        schema="" if wanted or not asked else schema_of("output_config.format", asked.type, asked.schema),
+        wanted=wanted,
+    )
+
+
+def _tools(body: MessagesRequest) -> Sequence[object]:
+    """Tools that the model may see. Raises `Refusal` for tools that Anthropic runs itself."""
+    check_count("tools", len(body.tools or ()))
+    for i, tool in enumerate(body.tools or ()):
+        if tool.type not in (None, "custom"):
+            remedy = "offer a tool of your own with an input_schema, and run it in the client"
+            raise Refusal(f"tools[{i}].type", "'custom'", tool.type, remedy)
+    offered = body.tools if body.tool_choice is None or body.tool_choice.type != "none" else None
+    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in offered or ()]
+
+
+def _template(body: MessagesRequest) -> str:
+    """Template arguments that thinking and effort ask for, as JSON. Raises `Refusal`."""
+    arguments: dict[str, object] = {}
+    if body.thinking is not None:
+        if body.thinking.type not in ("enabled", "disabled", "adaptive"):
+            raise Refusal("thinking.type", "'enabled', 'disabled' or 'adaptive'", body.thinking.type)
+        if body.thinking.type != "adaptive":
+            arguments["enable_thinking"] = arguments["thinking"] = body.thinking.type == "enabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        arguments["reasoning_effort"] = body.output_config.effort
+    return json.dumps(arguments, sort_keys=True) if arguments else ""
 
 
 def conversation_of(body: MessagesRequest) -> Conversation:
     """Conversation of a body. Raises `Refusal`."""
-    choice = body.tool_choice or ToolChoice("auto")
-    if choice.type not in ("auto", "none") or choice.disable_parallel_tool_use:
-        raise Refusal("tool_choice", "type 'auto' or 'none', parallel calls allowed", msgspec.to_builtins(choice))
-    offered = body.tools if choice.type != "none" else None
-    tools = [function_tool(tool.name, tool.description, tool.input_schema) for tool in offered or ()]
+    check_count("messages", len(body.messages))
     system = (Message(Role.SYSTEM, text_of("system", body.system)),) if body.system else ()
     turns = (one for i, message in enumerate(body.messages) for one in _messages(f"messages[{i}]", message))
-    return conversation((*system, *turns), tools)
+    whole = conversation((*system, *turns), _tools(body), _template(body))
+    messages, begun = begun_by(whole.messages)
+    return Conversation(messages, whole.tools, whole.template, begun)
 
 
 def _messages(where: str, message: TurnMessage) -> Iterator[Message]:
@@ -105,9 +170,12 @@ def _messages(where: str, message: TurnMessage) -> Iterator[Message]:
         yield Message(Role.USER, text)
 
 
-def messages_body(reply: Reply[MessagesRequest]) -> Body:
+def messages_body(replies: Sequence[Reply[MessagesRequest]]) -> Body:
     """Body of the answer to a request."""
-    stopped = ("tool_use" if reply.message.tool_calls else "end_turn") if reply.stopped else "max_tokens"
+    (reply,) = replies
+    stop = reply.generation.stop or None
+    ended = "tool_use" if reply.message.tool_calls else "stop_sequence" if stop else "end_turn"
+    stopped = ended if reply.stopped else "max_tokens"
     return {
         "id": f"msg_{reply.id}",
         "type": "message",
@@ -115,7 +183,7 @@ def messages_body(reply: Reply[MessagesRequest]) -> Body:
         "model": reply.request.model,
         "content": [block for block, _, _ in _content(reply.message)],
         "stop_reason": stopped,
-        "stop_sequence": None,
+        "stop_sequence": stop,
         "usage": {"input_tokens": len(reply.prompt_ids), "output_tokens": len(reply.token_ids)},
     }
 
@@ -132,17 +200,26 @@ def _content(message: Message) -> Iterator[tuple[Body, Body, Body]]:
         yield block, {**block, "input": {}}, {"type": "input_json_delta", "partial_json": call.arguments}
 
 
-def message_events(reply: Reply[MessagesRequest]) -> Iterator[Body]:
+def message_events(replies: Sequence[Reply[MessagesRequest]]) -> Iterator[Body]:
     """Events that stream a whole answer."""
-    body = messages_body(reply)
-    yield {"type": "message_start", "message": {**body, "content": [], "stop_reason": None}}
+    (reply,), body = replies, messages_body(replies)
+    yield {"type": "message_start", "message": {**body, "content": [], "stop_reason": None, "stop_sequence": None}}
     for i, (_, empty, delta) in enumerate(_content(reply.message)):
         yield {"type": "content_block_start", "index": i, "content_block": empty}
         yield {"type": "content_block_delta", "index": i, "delta": delta}
         yield {"type": "content_block_stop", "index": i}
-    stopped: Body = {"stop_reason": body["stop_reason"], "stop_sequence": None}
+    stopped: Body = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
     yield {"type": "message_delta", "delta": stopped, "usage": body["usage"]}
     yield {"type": "message_stop"}
 
 
-MESSAGES = Dialect(MessagesRequest, messages_ask, messages_body, message_events, {"stop_sequences": ([],)}, named=True)
+_OWN_TOOLS = "offer tools of your own, and run them in the client"
+MESSAGES_UNSERVED: Fields = {
+    "container": Unserved(_OWN_TOOLS),
+    "mcp_servers": Unserved(_OWN_TOOLS, ([],)),
+    "context_management": Unserved("leave out older messages in the client"),
+    "compaction": Unserved("leave out older messages in the client"),
+    "fallbacks": Unserved("ask again in the client", ([],)),
+    "thread": Unserved("send the whole conversation as messages"),
+}
+MESSAGES = Dialect(MessagesRequest, messages_ask, messages_body, message_events, MESSAGES_UNSERVED, named=True)

@@ -6,23 +6,33 @@ from typing import Literal
 
 import msgspec
 
+from shoal.gateway.conversation import Conversation
 from shoal.gateway.dialects import (
     Body,
     Dialect,
     ModelRequest,
     R,
-    Refusal,
     Reply,
     TextPart,
+    begun_by,
+    check_count,
     conversation,
+    schema_of,
+    stops_of,
     text_of,
-    unicode,
+    wanted_calls,
 )
+from shoal.gateway.fields import Fields, Refusal, Unserved, unicode
 from shoal.gateway.sessions import AnswerRequest, SamplingRequest
 from shoal.gateway.token_tree import TokenTree
 from shoal.net.chat import Call, wire_of, wire_of_call
 from shoal.types import Json, Message, Role
 
+MOST_CHOICES = 1024
+"""Choices of one request, all prompts together."""
+MOST_BIASES = 1024
+MOST_TOKENS = 1 << 31
+"""Token ids are below it: engines take 32 bits."""
 ROLES = {"developer": Role.SYSTEM, **{role.value: role for role in Role}}
 TEMPLATE_ARGUMENTS = ("enable_thinking", "thinking", "reasoning_effort")
 """Names of the template arguments that clients may set; the renderer's own, such as the template, are not among
@@ -38,26 +48,90 @@ class ChatMessage(msgspec.Struct):
     tool_call_id: str | None = None
 
 
-class ChatRequest(ModelRequest, kw_only=True):
+class NamedFunction(msgspec.Struct):
+    """Name of a function."""
+
+    name: str
+
+
+class ChosenTool(msgspec.Struct):
+    """Choice of one tool, `{"type": "function", "function": {"name": ...}}`."""
+
+    type: str
+    function: NamedFunction | None = None
+
+
+class NamedSchema(msgspec.Struct):
+    """Named JSON Schema of an answer."""
+
+    schema: dict[str, object] | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """Response format; see `response_format` in OpenAI's reference."""
+
+    type: str
+    json_schema: NamedSchema | None = None
+
+
+class CompletionRequest(ModelRequest, kw_only=True):
+    """Fields that chat and text completions share; a session refuses some (`fields.UNTRAINED`)."""
+
+    n: int | None = 1
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.n is not None and not 1 <= self.n <= MOST_CHOICES:
+            raise Refusal("n", f"1 to {MOST_CHOICES}", self.n)
+        if self.logit_bias and len(self.logit_bias) > MOST_BIASES:
+            raise Refusal("logit_bias", f"at most {MOST_BIASES} tokens", len(self.logit_bias))
+
+    @property
+    def choices(self) -> int:
+        """Number of answers to each prompt."""
+        return self.n or 1
+
+
+class ChatRequest(CompletionRequest, kw_only=True):
     """Body of `POST /v1/chat/completions`."""
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     tools: list[object] | None = None
-    tool_choice: str | None = None
+    tool_choice: str | ChosenTool | None = None
+    parallel_tool_calls: bool | None = True
+    response_format: ResponseFormat | None = None
     logprobs: bool | None = False
+    top_logprobs: int | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, object] | None = None
+    continue_final_message: bool | None = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal("top_logprobs", "logprobs = true beside it", self.logprobs)
 
 
-class TextRequest(ModelRequest, kw_only=True):
+class TextRequest(CompletionRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str | int]
+    prompt: str | list[str | int | list[int]]
     max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool | None = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.logprobs is not None and self.logprobs < 0:
+            raise Refusal("logprobs", "0 or more", self.logprobs)
+        if self.echo and self.stream:
+            raise Refusal("echo", "false in a stream", True)
 
 
 class TokenSampling(SamplingRequest, kw_only=True):
@@ -66,8 +140,6 @@ class TokenSampling(SamplingRequest, kw_only=True):
     max_tokens: int | None = 16
     n: Literal[1] = 1
     stop: Literal[""] | None = None
-    top_k: Literal[0, -1] = 0
-    min_p: float = 0.0
 
 
 class TokensRequest(ModelRequest, kw_only=True):
@@ -80,29 +152,75 @@ class TokensRequest(ModelRequest, kw_only=True):
 
 def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a chat body. Raises `Refusal`."""
+    check_count("messages", len(body.messages))
+    choice, named = _choice(body.tool_choice)
+    arguments = body.chat_template_kwargs or {}
+    if body.reasoning_effort is not None:
+        arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
     messages = (_message(f"messages[{i}]", message) for i, message in enumerate(body.messages))
-    tools = body.tools if body.tool_choice != "none" else None
-    return AnswerRequest(conversation(messages, tools, _template_text(body.chat_template_kwargs or {})), body)
+    tools = body.tools if choice != "none" else None
+    asked, wanted = body.response_format, wanted_calls("tool_choice", choice, named, tools)
+    schema = asked.json_schema.schema if asked and asked.json_schema else None
+    spoken = conversation(messages, tools, _template_text(arguments))
+    return AnswerRequest(
+        continued(spoken) if body.continue_final_message else spoken,
+        body,
+        stops=stops_of("stop", body.stop),
+        one_call=body.parallel_tool_calls is False,
+        schema="" if wanted or asked is None else schema_of("response_format", asked.type, schema),
+        wanted=wanted,
+    )
+
+
+def example(model: str, *, chats: bool) -> tuple[str, str]:
+    """Path and body of a request that a model can answer; a model without a chat template continues texts."""
+    if chats:
+        return "/v1/chat/completions", json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
+    return "/v1/completions", json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 64})
+
+
+def _choice(asked: str | ChosenTool | None) -> tuple[str, str]:
+    """Word of a tool choice, and the one tool that it names. Raises `Refusal`."""
+    if not isinstance(asked, ChosenTool):
+        return asked or "auto", ""
+    if asked.type != "function" or asked.function is None:
+        raise Refusal("tool_choice", '{"type": "function", "function": {"name": ...}}', asked.type)
+    return "required", asked.function.name
+
+
+def continued(spoken: Conversation) -> Conversation:
+    """Conversation whose last message, if it is an answer's text, is the beginning of the next answer."""
+    messages, begun = begun_by(spoken.messages)
+    return Conversation(messages, spoken.tools, spoken.template, begun)
+
+
+def each_text(body: TextRequest) -> Sequence[TextRequest]:
+    """Requests of one prompt each, of a request of several. Raises `Refusal`."""
+    given: list[str | int | list[int]] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if given and isinstance(given[0], int):
+        return (body,)
+    if not 1 <= len(given) * body.choices <= MOST_CHOICES:
+        came = f"{len(given)} prompts with n = {body.choices}"
+        raise Refusal("prompt", f"1 to {MOST_CHOICES} choices of all prompts together", came, "send fewer at a time")
+    if not all(isinstance(one, str | list) for one in given):
+        raise Refusal("prompt", "texts, or token ids of 0 and more, not both", f"{len(given)} entries")
+    return [msgspec.structs.replace(body, prompt=one) for one in given]
 
 
 def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
-    """Answer request of a text completion. Raises `Refusal`."""
+    """Answer request of a text completion of one prompt. Raises `Refusal`."""
     prompt = body.prompt
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
     said = unicode("prompt", prompt) if isinstance(prompt, str) else _tokens("prompt", prompt)
-    return AnswerRequest(sampling=body, prompt=said)
+    return AnswerRequest(sampling=body, prompt=said, stops=stops_of("stop", body.stop))
 
 
 def tokens_ask(body: TokensRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a prompt in tokens. Raises `Refusal`."""
-    if body.sampling_params.min_p:
-        raise Refusal("sampling_params.min_p", "0", body.sampling_params.min_p)
     return AnswerRequest(sampling=body.sampling_params, prompt=_tokens("token_ids", body.token_ids))
 
 
-def _tokens(where: str, prompt: list[str | int] | list[int]) -> tuple[int, ...]:
-    ids = tuple(token for token in prompt if isinstance(token, int) and token >= 0)
+def _tokens(where: str, prompt: Sequence[object]) -> tuple[int, ...]:
+    ids = tuple(token for token in prompt if isinstance(token, int) and 0 <= token < MOST_TOKENS)
     if len(ids) != len(prompt):
         raise Refusal(where, "token ids of 0 and more, or one text", f"{len(prompt)} entries")
     return ids
@@ -124,25 +242,29 @@ def _template_text(arguments: dict[str, object]) -> str:
     return json.dumps(arguments, sort_keys=True) if arguments else ""
 
 
-def chat_body(reply: Reply[ChatRequest]) -> Body:
-    """Body of the answer to a chat request."""
-    message = {**wire_of(reply.message), "refusal": None}
-    if reply.message.tool_calls and not reply.message.content:
-        message["content"] = None
-    choice: Body = {"index": 0, "message": message, **_ended(reply)}
-    return {**_head("chatcmpl", "chat.completion", reply), "choices": [choice], **_tail(reply)}
+def chat_body(replies: Sequence[Reply[ChatRequest]]) -> Body:
+    """Body of the answers to a chat request."""
+    choices = list[Json]()
+    for reply in replies:
+        message = {**wire_of(reply.message), "refusal": None}
+        if reply.message.tool_calls and not reply.message.content:
+            message["content"] = None
+        choices.append({"index": reply.index, "message": message, **_ended(reply)})
+    return {**_head("chatcmpl", "chat.completion", replies[0]), "choices": choices, **_tail(replies)}
 
 
-def chat_chunks(reply: Reply[ChatRequest]) -> Iterator[Body]:
-    """Chunks that stream a whole chat answer."""
-    head, message = _head("chatcmpl", "chat.completion.chunk", reply), wire_of(reply.message)
-    deltas: list[Body] = [{"role": "assistant", "content": ""}]
-    deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
-    deltas += [{"tool_calls": [{"index": i, **wire_of_call(call)}]} for i, call in enumerate(reply.message.tool_calls)]
-    for delta in deltas:
-        yield {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]}
-    yield {**head, "choices": [{"index": 0, "delta": {}, **_ended(reply)}], **reply.prompt_fields}
-    yield from _usage_chunk(head, reply)
+def chat_chunks(replies: Sequence[Reply[ChatRequest]]) -> Iterator[Body]:
+    """Chunks that stream whole chat answers."""
+    head = _head("chatcmpl", "chat.completion.chunk", replies[0])
+    for reply in replies:
+        message, calls = wire_of(reply.message), reply.message.tool_calls
+        deltas: list[Body] = [{"role": "assistant", "content": ""}]
+        deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
+        deltas += [{"tool_calls": [{"index": i, **wire_of_call(call)}]} for i, call in enumerate(calls)]
+        for delta in deltas:
+            yield {**head, "choices": [{"index": reply.index, "delta": delta, "finish_reason": None}]}
+        yield {**head, "choices": [{"index": reply.index, "delta": {}, **_ended(reply)}], **reply.prompt_fields}
+    yield from _usage_chunk(head, replies)
 
 
 def _ended(reply: Reply[ChatRequest]) -> Body:
@@ -155,23 +277,31 @@ def _ended(reply: Reply[ChatRequest]) -> Body:
     }
 
 
-def text_body(reply: Reply[TextRequest]) -> Body:
-    """Body of the answer to a text completion."""
-    finish = reply.finish_reason
-    choice: Body = {"index": 0, "text": reply.message.content, "finish_reason": finish, "logprobs": None}
-    head = _head("cmpl", "text_completion", reply)
-    return {**head, "choices": [{**choice, **reply.token_fields}], **_tail(reply)}
+def text_body(replies: Sequence[Reply[TextRequest]]) -> Body:
+    """Body of the answers to a text completion."""
+    choices: list[Json] = [
+        {
+            "index": reply.index,
+            "text": reply.message.content,
+            "finish_reason": reply.finish_reason,
+            "logprobs": None if reply.request.logprobs is None else _text_logprobs(reply),
+            **reply.token_fields,
+        }
+        for reply in replies
+    ]
+    return {**_head("cmpl", "text_completion", replies[0]), "choices": choices, **_tail(replies)}
 
 
-def text_chunks(reply: Reply[TextRequest]) -> Iterator[Body]:
-    """Chunks that stream a whole text completion."""
-    body = text_body(reply)
+def text_chunks(replies: Sequence[Reply[TextRequest]]) -> Iterator[Body]:
+    """Chunks that stream whole text completions."""
+    body = text_body(replies)
     yield {name: value for name, value in body.items() if name != "usage"}
-    yield from _usage_chunk(body, reply)
+    yield from _usage_chunk(body, replies)
 
 
-def tokens_body(reply: Reply[TokensRequest]) -> Body:
+def tokens_body(replies: Sequence[Reply[TokensRequest]]) -> Body:
     """Body of the answer to a prompt in tokens."""
+    (reply,) = replies
     choice: Body = {
         "index": 0,
         "token_ids": list(reply.token_ids),
@@ -184,7 +314,7 @@ def tokens_body(reply: Reply[TokensRequest]) -> Body:
         "request_id": reply.request.request_id,
         "prompt_token_ids": prompt,
         "choices": [choice],
-        "usage": _usage(reply),
+        "usage": _usage(replies),
     }
 
 
@@ -193,19 +323,21 @@ def _head(prefix: str, kind: str, reply: Reply[R]) -> Body:
     return {"id": name, "object": kind, "created": reply.created, "model": reply.request.model}
 
 
-def _tail(reply: Reply[R]) -> Body:
-    return {"usage": _usage(reply), **reply.prompt_fields}
+def _tail(replies: Sequence[Reply[R]]) -> Body:
+    return {"usage": _usage(replies), **replies[0].prompt_fields}
 
 
-def _usage_chunk(head: Body, reply: Reply[R]) -> Iterator[Body]:
+def _usage_chunk(head: Body, replies: Sequence[Reply[R]]) -> Iterator[Body]:
     """Last chunk of a stream with token counts, if the client asked for it."""
-    options = reply.request.stream_options
+    options = replies[0].request.stream_options
     if options and options.include_usage:
-        yield {**head, "choices": [], "usage": _usage(reply)}
+        yield {**head, "choices": [], "usage": _usage(replies)}
 
 
-def _usage(reply: Reply[R]) -> Body:
-    prompt, sampled = len(reply.prompt_ids), len(reply.token_ids)
+def _usage(replies: Sequence[Reply[R]]) -> Body:
+    """Token counts; each prompt counts once."""
+    prompt = sum(len(reply.prompt_ids) for reply in replies[:: replies[0].request.choices])
+    sampled = sum(len(reply.token_ids) for reply in replies)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
@@ -218,25 +350,30 @@ def _logprobs(reply: Reply[R]) -> Body:
     return {"content": content, "refusal": None}
 
 
-COMPLETIONS: dict[str, Sequence[object]] = {
-    "n": (1,),
-    "stop": ("", []),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
-    "logit_bias": ({},),
+def _text_logprobs(reply: Reply[TextRequest]) -> Body:
+    """Logprobs in the form of text completions."""
+    logprobs: list[Json] = list(reply.generation.completion.logprobs)
+    tokens: list[Json] = [f"token_id:{token}" for token in reply.token_ids]
+    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": []}
+
+
+_TOOLS = Unserved("use tools and tool_choice", ("none", "auto"))
+CHAT_UNSERVED: Fields = {
+    "modalities": Unserved("ask for text", (["text"],)),
+    "audio": Unserved("ask for text"),
+    "prediction": Unserved("leave it out, or begin the answer with continue_final_message"),
+    "functions": _TOOLS,
+    "function_call": _TOOLS,
+    "web_search_options": Unserved("offer a search as a function tool and run it in the client"),
+    "moderation": Unserved("moderate in the client"),
 }
-CHAT = Dialect(
-    ChatRequest,
-    chat_ask,
-    chat_body,
-    chat_chunks,
-    {
-        **COMPLETIONS,
-        "response_format": ({"type": "text"},),
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True,),
-        "top_logprobs": (0,),
-    },
+TEXT_UNSERVED: Fields = {
+    "suffix": Unserved("put the text behind into the prompt, in the model's own form", ("",)),
+    "best_of": Unserved("ask for n answers with logprobs and keep the best", (1,)),
+    "response_format": Unserved("ask /v1/chat/completions", ({"type": "text"},)),
+}
+CHAT = Dialect(ChatRequest, chat_ask, chat_body, chat_chunks, CHAT_UNSERVED)
+TEXT = Dialect(TextRequest, text_ask, text_body, text_chunks, TEXT_UNSERVED, each=each_text)
+TOKENS = Dialect(
+    TokensRequest, tokens_ask, tokens_body, lambda replies: (), {"stream": Unserved("ask for a body", (False,))}
 )
-TEXT = Dialect(TextRequest, text_ask, text_body, text_chunks, {**COMPLETIONS, "echo": (False,)})
-TOKENS = Dialect(TokensRequest, tokens_ask, tokens_body, lambda reply: (), {"stream": (False,)})

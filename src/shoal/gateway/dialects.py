@@ -1,29 +1,23 @@
-"""Dialects: each API of the gateway turns its requests into one inner form, and a generation into its answer."""
+"""Dialects: each API of the gateway turns its requests into one inner form, and generations into its answer."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from itertools import groupby
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
 
-from shoal.errors import SessionError
+from shoal.gateway.conversation import Conversation
+from shoal.gateway.fields import OTHER_SERVERS, UNTRAINED, Fields, Refusal, converted, fields_of, unicode
 from shoal.gateway.sessions import AnswerRequest, SamplingRequest
-from shoal.gateway.token_tree import Conversation, Generation, TokenTree
-from shoal.net.server import decoded
-from shoal.types import FinishReason, Json, Message
+from shoal.gateway.token_tree import Generation, TokenTree
+from shoal.types import FinishReason, Json, Message, Role
 
 Body: TypeAlias = dict[str, Json]
-
-
-class Refusal(SessionError):
-    """Refusal of a field's value that cannot be served (HTTP 400); `field` names the field."""
-
-    def __init__(self, field: str, expected: str, came: object) -> None:
-        super().__init__(f"{field}: expected {expected}, got {came!r}")
-        self.field = field
+MOST_STOPS = 16
+MOST_MESSAGES = 8192
+"""Messages, blocks or tools of one request: rendering more of them takes seconds, however short they are."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -40,6 +34,11 @@ class ModelRequest(SamplingRequest, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
 
+    @property
+    def choices(self) -> int:
+        """Number of answers to each prompt."""
+        return 1
+
 
 class TextPart(msgspec.Struct):
     """One part of a message's content."""
@@ -49,22 +48,6 @@ class TextPart(msgspec.Struct):
 
 
 R = TypeVar("R", bound=ModelRequest)
-K = TypeVar("K", bound=msgspec.Struct)
-SAMPLING: Mapping[str, Sequence[object]] = {
-    **dict.fromkeys(("top_k", "typical_p", "top_a"), (0, -1)),
-    **dict.fromkeys(("min_p", "min_tokens", "no_repeat_ngram_size"), (0,)),
-    "repetition_penalty": (1,),
-    "length_penalty": (1,),
-    **dict.fromkeys(("stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"), ([],)),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"), ()),
-    **dict.fromkeys(("ignore_eos", "use_beam_search", "include_stop_str_in_output"), (False,)),
-}
-"""Sampling parameters of vLLM and its like that a session does not know: the values that change nothing."""
-WITHOUT_EFFECT = frozenset(
-    {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity"}
-    | {"priority", "cache_salt", "store", "include", "betas", "reasoning", "thinking", "cache_control"}
-)
-"""Fields of OpenAI's, Anthropic's and vLLM's clients that change no answer here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +61,8 @@ class Reply(Generic[R]):
     """Time of the request in seconds since 1970."""
     session: str = ""
     """Name of the session's token tree."""
+    index: int = 0
+    """Index among the answers to the request."""
 
     @property
     def id(self) -> str:
@@ -86,8 +71,8 @@ class Reply(Generic[R]):
 
     @property
     def message(self) -> Message:
-        """Answer as the client receives it."""
-        return self.generation.message
+        """Answer as the client receives it, without the beginning that it gave itself."""
+        return self.generation.said
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -126,6 +111,10 @@ class Reply(Generic[R]):
         return found
 
 
+def _alone(request: R) -> Sequence[R]:
+    return (request,)
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[R]):
     """One API: its requests, and the functions from and to the inner form."""
@@ -133,53 +122,23 @@ class Dialect(Generic[R]):
     kind: type[R]
     ask: Callable[[R, TokenTree], AnswerRequest]
     """Turns a request, in a session with this token tree, into the inner form. Raises `Refusal`."""
-    body: Callable[[Reply[R]], Body]
-    events: Callable[[Reply[R]], Iterable[Body]]
-    """Events that stream a whole answer."""
-    served: Mapping[str, Sequence[object]] = field(default_factory=dict)
-    """Values of fields that would change sampling or need an absent service: those that change nothing."""
+    body: Callable[[Sequence[Reply[R]]], Body]
+    events: Callable[[Sequence[Reply[R]]], Iterable[Body]]
+    """Events that stream whole answers."""
+    unserved: Fields = field(default_factory=dict)
+    """Fields that are refused in sessions and out of them."""
     named: bool = False
     """Whether events carry their type as name, and no mark ends the stream."""
+    each: Callable[[R], Sequence[R]] = _alone
+    """Requests of one prompt each, of a request of several. Raises `Refusal`."""
 
-    def request(self, data: bytes, *, strict: bool = False) -> R:
+    def request(self, data: bytes, *, is_plain: bool) -> R:
         """Request of a body. Raises `SessionError` or `Refused`, naming the field.
 
-        Fields that would change the sampling are refused, and so are unknown ones when `strict`: an agent may send
-        whatever its library adds, but a typing error of a person must not go unseen.
+        A session refuses fields that would make its logprobs wrong; a plain request may have no unknown ones.
         """
-        return converted(fields_of(data, (self.kind,), {**SAMPLING, **self.served}, strict=strict), self.kind)
-
-
-def fields_of(
-    data: bytes, kinds: Sequence[type[msgspec.Struct]], served: Mapping[str, Sequence[object]], *, strict: bool
-) -> dict[str, object]:
-    """Fields of a body for `kinds`; the `served` ones have one of their values. Raises as `Dialect.request` does."""
-    fields = decoded(data, dict[str, object])
-    known = [one.encode_name for kind in kinds for one in msgspec.structs.fields(kind)]
-    for name, value in fields.items():
-        if name in served and value is not None and value not in (allowed := served[name]):
-            raise Refusal(name, f"none or {allowed[-1]!r}" if allowed else "none", value)
-        if strict and name not in known and name not in served and name not in WITHOUT_EFFECT:
-            near = get_close_matches(name, [*known, *served], 1)
-            raise Refusal(name, f"a known field{f', such as {near[0]!r}' if near else ''}", "an unknown one")
-    return fields
-
-
-def converted(fields: dict[str, object], kind: type[K]) -> K:
-    """Request of these fields. Raises `SessionError`, naming the field."""
-    try:
-        return msgspec.convert(fields, kind)
-    except (msgspec.ValidationError, RecursionError) as error:
-        raise SessionError(f"body: {error}") from error
-
-
-def unicode(where: str, text: str) -> str:
-    """Text, if it can be encoded. Raises `Refusal`."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise Refusal(where, "Unicode text", "lone surrogates") from None
-    return text
+        unserved = {**OTHER_SERVERS, **({} if is_plain else UNTRAINED), **self.unserved}
+        return converted(fields_of(data, (self.kind,), unserved, strict=is_plain), self.kind)
 
 
 def text_of(where: str, content: str | Sequence[TextPart] | None) -> str:
@@ -195,6 +154,8 @@ def text_of(where: str, content: str | Sequence[TextPart] | None) -> str:
 def conversation(messages: Iterable[Message], tools: Sequence[object] | None, template: str = "") -> Conversation:
     """Conversation of a request, with the tools as JSON whose fields keep their order. Raises `Refusal`."""
     whole = tuple(messages)
+    check_count("messages", len(whole))
+    check_count("tools", len(tools or ()))
     if not whole:
         raise Refusal("messages", "at least one", [])
     for i, message in enumerate(whole):
@@ -216,3 +177,58 @@ def event_bytes(event: Body, *, named: bool = False) -> bytes:
     """Server-sent event with this body; a named one carries its type."""
     data = b"data: " + msgspec.json.encode(event) + b"\n\n"
     return b"event: " + str(event["type"]).encode() + b"\n" + data if named else data
+
+
+def check_count(field: str, count: int) -> None:
+    """Raises `Refusal` for a list that is too long to be read."""
+    if count > MOST_MESSAGES:
+        raise Refusal(field, f"at most {MOST_MESSAGES} entries", count, "leave out older ones")
+
+
+def stops_of(field: str, asked: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop texts of a request. Raises `Refusal`."""
+    stops = [asked] if isinstance(asked, str) else asked or []
+    if len(stops) > MOST_STOPS:
+        raise Refusal(field, f"at most {MOST_STOPS} texts", len(stops), "send the most likely ones")
+    return tuple(unicode(field, stop) for stop in stops if stop)
+
+
+def schema_of(field: str, kind: str, schema: object) -> str:
+    """JSON Schema of an answer's format as text; empty for plain text. Raises `Refusal`."""
+    match kind:
+        case "text":
+            return ""
+        case "json_object":
+            return '{"type": "object"}'
+        case "json_schema" if isinstance(schema, dict):
+            return json.dumps(schema)
+    raise Refusal(field, 'type "text", "json_object", or "json_schema" with a schema', kind)
+
+
+def tool_names(tools: Sequence[object] | None) -> tuple[str, ...]:
+    """Names of tools in the shape of `function_tool`."""
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
+    return tuple(one["name"] for one in functions if isinstance(one, dict) and isinstance(one.get("name"), str))
+
+
+def wanted_calls(field: str, choice: str, named: str, tools: Sequence[object] | None) -> tuple[str, ...]:
+    """Names of the tools of which the answer must call one; none where it may do without. Raises `Refusal`.
+
+    `choice` is a word of OpenAI's; `named` is the only tool to call.
+    """
+    names = tool_names(tools)
+    if choice not in ("auto", "none", "required"):
+        raise Refusal(field, "'auto', 'none', 'required', or a tool by its name", choice)
+    if named and named not in names:
+        raise Refusal(field, f"one of the tools ({', '.join(names) or 'none given'})", named)
+    if choice == "required" and not names:
+        raise Refusal(field, "at least one tool beside it", choice, "send tools, or leave it out")
+    return (named,) if named else names if choice == "required" else ()
+
+
+def begun_by(messages: Sequence[Message]) -> tuple[tuple[Message, ...], str]:
+    """Messages before an answer that the client has begun, and its beginning; empty where there is none."""
+    *before, last = messages
+    if last.role is Role.ASSISTANT and last.content and not last.tool_calls:
+        return tuple(before), last.content
+    return tuple(messages), ""

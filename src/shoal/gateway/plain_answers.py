@@ -4,12 +4,33 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shoal.gateway.answer_text import AnswerText
+from shoal.gateway.conversation import minted_id
 from shoal.gateway.dialects import Body
-from shoal.gateway.plain_requests import PlainOptions
-from shoal.gateway.token_tree import minted_id
-from shoal.interfaces import ServedToken
+from shoal.interfaces import LogitRules, ServedToken
 from shoal.net.chat import wire_of, wire_of_call
-from shoal.types import FinishReason, Json, Message, Role, ToolCall
+from shoal.types import FinishReason, Json, Message, Role, ToolCall, seed_for
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOptions:
+    """Options of a plain request; its prompts and the ends of its answers are elsewhere."""
+
+    n: int
+    max_tokens: int | None
+    """None for as many as the context has room for; 0 only scores the prompt."""
+    seed: int | None
+    rules: LogitRules
+    logprobs: bool
+    echo: bool
+    """Whether the prompt comes before the answer."""
+    usage: bool
+    """Whether a stream ends with token counts."""
+    token_ids: bool
+    """Whether the client wants the tokens themselves."""
+
+    def seed_of(self, index: int) -> int | None:
+        """Seed of one choice: the request's own for the first, so that it is what it would be alone."""
+        return self.seed if self.seed is None or index == 0 else seed_for("choice", self.seed, index)
 
 
 @dataclass(slots=True)
@@ -29,7 +50,7 @@ class Choice:
     @property
     def kept(self) -> list[ServedToken]:
         """Tokens of the text, without the stop string and what follows it."""
-        return self.tokens[: self.text.kept()] if self.text.stopped else self.tokens
+        return self.tokens[: self.text.shown()] if self.text.stopped else self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +178,7 @@ def _unsent(choice: Choice) -> list[ServedToken]:
 def message_of(answering: Answering, choice: Choice) -> Message:
     """Answer so far, with the tool calls of a whole one."""
     text, answer = choice.text, choice.text.answer
-    calls = () if answer is None or text.stopped else answer.calls
+    calls = () if answer is None else answer.calls
     named = (ToolCall(minted_id(answering.id, choice.index, i), one.name, one.arguments) for i, one in enumerate(calls))
     return Message(Role.ASSISTANT, text.content, tuple(named), reasoning=text.reasoning)
 
@@ -169,7 +190,7 @@ def _end(
     logprobs: Callable[[Answering, Choice, Sequence[ServedToken]], Body],
 ) -> Body:
     assert choice.finish_reason is not None
-    reason = "stop" if choice.text.stopped else choice.finish_reason.value
+    reason = choice.finish_reason.value
     answer, asked = choice.text.answer, answering.options.token_ids
     return {
         "finish_reason": "tool_calls" if message and message.tool_calls and reason == "stop" else reason,

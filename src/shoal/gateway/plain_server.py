@@ -10,38 +10,26 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from html import escape
-from json import dumps as json_text
 from typing import TypeAlias
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from shoal.errors import ContextOverflow, EngineUnavailable, SessionError, ShoalError
-from shoal.gateway.answer_text import AnswerText
-from shoal.gateway.chat import chat_ask
+from shoal.errors import EngineUnavailable, ShoalError
+from shoal.gateway.chat import example
 from shoal.gateway.dialects import Dialect, R
 from shoal.gateway.plain_answers import Answering, Choice, chat_choice, text_choice
-from shoal.gateway.plain_requests import (
-    MOST_CHOICES,
-    PlainOptions,
-    chat_request,
-    plain_options,
-    prompts_of,
-    text_request,
-)
+from shoal.gateway.plain_options import plain_options
 from shoal.gateway.plain_streams import CompletionStream, EventStream, StreamForm
 from shoal.gateway.request_log import RequestRecord
-from shoal.gateway.sessions import SessionContext
-from shoal.gateway.token_tree import Conversation, TokenTree
+from shoal.gateway.sessions import AnswerRequest, SessionContext
 from shoal.interfaces import ModelServer
 from shoal.net.server import PAGE_HEADERS, disconnected, json
 from shoal.types import FinishReason
 
 EVERY = 8
 """Tokens between two looks for a stop string, where no stream wants them sooner."""
-NO_TREE = TokenTree()
 HOME = """<!doctype html>
 <html lang="en">
 <head>
@@ -60,7 +48,7 @@ HOME = """<!doctype html>
 <tr><th scope="row">Anthropic base URL</th><td><code>{url}</code> without <code>/v1</code></td></tr>
 <tr><th scope="row">Model</th><td><code>{model}</code></td></tr>
 </tbody></table></div>
-<pre class="scroll" tabindex="0">curl {url}/chat/completions -H 'Content-Type: application/json' -d '{asked}'</pre>
+<pre class="scroll" tabindex="0">curl {address} -H 'Content-Type: application/json' -d '{asked}'</pre>
 <p>A server beyond loopback wants the key that <code>shoal serve</code> printed.</p>
 </main>
 </body>
@@ -75,11 +63,14 @@ class PlainJob:
     """A plain request with its choices."""
 
     answering: Answering
+    ask: AnswerRequest
+    """The request, or the first of its prompts."""
+    streams: bool
+    grammar: str
     prompts: tuple[tuple[int, ...], ...]
     choices: tuple[Choice, ...]
 
 
-Reader: TypeAlias = Callable[[], AnswerText]
 LateError: TypeAlias = Callable[[ShoalError], bytes]
 """Function from an error to the event that reports it in a stream."""
 
@@ -96,56 +87,41 @@ class PlainServer:
     async def home(self, http: Request) -> Response:
         """Page that says what is served, and how to ask."""
         model, url = escape(self.model), escape(f"{http.base_url}v1")
-        asked = json_text({"model": self.model, "messages": [{"role": "user", "content": "Hello"}]})
-        page = HOME.format(model=model, url=url, longest=self.context.max_model_len, asked=escape(asked, quote=False))
+        path, body = example(self.model, chats=self.context.renderer.has_template)
+        asked, address = escape(body, quote=False), escape(f"{str(http.base_url).rstrip('/')}{path}")
+        page = HOME.format(model=model, url=url, longest=self.context.max_model_len, asked=asked, address=address)
         return Response(page, 200, PAGE_HEADERS, "text/html")
 
-    async def chat(self, http: Request, data: bytes, record: RequestRecord, late: LateError) -> Response:
-        """Answers a chat request. Raises a `ShoalError`."""
-        body, options = chat_request(data)
-        job = await self._conversation(chat_ask(body, NO_TREE).conversation, options, "chatcmpl-")
-        if options.stream:
-            return await self._streamed(job, CompletionStream(job.answering, chat=True), record, late)
-        return await self._body(job, http, record)
+    async def answer(
+        self,
+        http: Request,
+        dialect: Dialect[R],
+        request: R,
+        asks: Sequence[AnswerRequest],
+        record: RequestRecord,
+        late: LateError,
+    ) -> Response:
+        """Answers a request with one body, or with a stream. Raises a `ShoalError`."""
+        job = await self._job(dialect, request, asks)
+        if not request.stream:
+            return await self._body(job, http, record)
+        form: StreamForm = EventStream(job.answering, dialect, request)
+        if not dialect.named:
+            form = CompletionStream(job.answering, chat=asks[0].prompt is None)
+        return await self._streamed(job, form, record, late)
 
-    async def text(self, http: Request, data: bytes, record: RequestRecord, late: LateError) -> Response:
-        """Answers a text request. Raises a `ShoalError`."""
-        body, options = text_request(data)
-        renderer, prompts = self.context.renderer, []
-        for one in prompts_of(body):
-            said = await self.context.computed(len(one), renderer.token_ids, one) if isinstance(one, str) else one
-            prompts.append(tuple(said))
-        read = partial(AnswerText, renderer, options.stops, chat=False)
-        job = self._job(options, prompts, read, TEXT_ID)
-        if options.stream:
-            return await self._streamed(job, CompletionStream(job.answering, chat=False), record, late)
-        return await self._body(job, http, record)
-
-    async def events(self, dialect: Dialect[R], request: R, record: RequestRecord, late: LateError) -> Response:
-        """Streams the answer to a request of an API with named events, token by token. Raises a `ShoalError`."""
-        job = await self._conversation(dialect.ask(request, NO_TREE).conversation, plain_options(request), "")
-        return await self._streamed(job, EventStream(job.answering, dialect, request), record, late)
-
-    async def _conversation(self, conversation: Conversation, options: PlainOptions, prefix: str) -> PlainJob:
-        prompt = tuple(await self.context.rendered(conversation))
-        tools, template = bool(conversation.tools), conversation.template
-        read = partial(AnswerText, self.context.renderer, options.stops, chat=True, tools=tools, template=template)
-        return self._job(options, [prompt], read, prefix)
-
-    def _job(self, options: PlainOptions, prompts: Sequence[tuple[int, ...]], read: Reader, prefix: str) -> PlainJob:
-        if (many := len(prompts) * options.n) > MOST_CHOICES:
-            raise SessionError(f"prompt: expected at most {MOST_CHOICES} choices of all prompts together, got {many}")
-        longest = self.context.max_model_len
-        for prompt in prompts:
-            if not 0 < len(prompt) < longest:
-                where = "prompt" if prefix == TEXT_ID else "messages"
-                why = f"expected 1 to {longest - 1} tokens, for a context of {longest}; got {len(prompt)}"
-                raise ContextOverflow(f"{where}: {why}")
-        name = f"{prefix}{secrets.token_hex(12)}"
-        answering = Answering(name, self.model, int(time.time()), options, self.context.renderer.token_bytes)
-        repeated = [prompt for prompt in prompts for _ in range(options.n)]
-        choices = tuple(Choice(index, prompt, read()) for index, prompt in enumerate(repeated))
-        return PlainJob(answering, tuple(prompts), choices)
+    async def _job(self, dialect: Dialect[R], request: R, asks: Sequence[AnswerRequest]) -> PlainJob:
+        options = plain_options(request)
+        prefix = "" if dialect.named else "chatcmpl-" if asks[0].prompt is None else TEXT_ID
+        prompts = [await self.context.prompt_ids(ask) for ask in asks]
+        name, spell = f"{prefix}{secrets.token_hex(12)}", self.context.renderer.token_bytes
+        answering = Answering(name, self.model, int(time.time()), options, spell)
+        repeated = [(ask, prompt) for ask, prompt in zip(asks, prompts, strict=True) for _ in range(options.n)]
+        read = self.context.reader
+        choices = tuple(Choice(index, prompt, read(ask)) for index, (ask, prompt) in enumerate(repeated))
+        return PlainJob(
+            answering, asks[0], bool(request.stream), self.context.grammar(asks[0]), tuple(prompts), choices
+        )
 
     async def _streamed(self, job: PlainJob, form: StreamForm, record: RequestRecord, late: LateError) -> Response:
         chunks = self._chunks(job, form, record, late)
@@ -178,9 +154,7 @@ class PlainServer:
 
     def _record(self, job: PlainJob, record: RequestRecord) -> None:
         record.completion_tokens = sum(len(choice.tokens) for choice in job.choices)
-        record.finish = ",".join(
-            sorted({"stop" if one.text.stopped else one.finish_reason or "unfinished" for one in job.choices})
-        )
+        record.finish = ",".join(sorted({one.finish_reason or "unfinished" for one in job.choices}))
         self.context.counted["drawn_tokens"] += record.completion_tokens
 
     async def _answered(self, choice: Choice, job: PlainJob) -> None:
@@ -196,13 +170,14 @@ class PlainServer:
         if options.max_tokens == 0:
             choice.finish_reason = FinishReason.LENGTH
             return
-        every = 1 if options.stream else EVERY if options.stops else 0
-        stops, room = self.context.renderer.stop_token_ids, self.context.max_model_len - len(choice.prompt_ids)
+        every = 1 if job.streams else EVERY if choice.text.watches else 0
+        room = self.context.max_model_len - len(choice.prompt_ids)
+        most = min(options.max_tokens or room, room)
         sampling = replace(
-            options.sampling,
-            max_tokens=min(options.max_tokens or room, room),
-            stop_token_ids=(*stops, *options.sampling.stop_token_ids),
-            seed=options.seed(choice.index % options.n),
+            job.ask.sampling.sampling(most, self.context.renderer.stop_token_ids),
+            seed=options.seed_of(choice.index % options.n),
+            grammar=job.grammar,
+            begun=len(self.context.renderer.token_ids(job.ask.conversation.begun)),
         )
         async with aclosing(self.server.stream(choice.prompt_ids, sampling, options.rules, every=every)) as stream:
             async for new in stream:
@@ -213,6 +188,8 @@ class PlainServer:
                 size = 4 * len(choice.tokens) if choice.text.parses else 0
                 await self.context.computed(size, choice.text.add, ids, last=new.finish_reason is not None)
                 choice.finish_reason = FinishReason.STOP if choice.text.stopped else new.finish_reason
+                if choice.text.stopped:
+                    del choice.tokens[choice.text.kept() :]
                 yield
                 if choice.finish_reason is not None:
                     return

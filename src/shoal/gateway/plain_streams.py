@@ -82,14 +82,14 @@ class EventStream(Generic[R]):
 
     def opening(self, choices: Sequence[Choice]) -> Iterator[bytes]:
         """First events, which have no text."""
-        events = self._dialect.events(self._reply(choices[0]))
+        events = self._dialect.events([self._reply(choices[0])])
         for event in takewhile(lambda event: event["type"] in OPENING, events):
             self._sent += 1
             yield self._numbered(event)
 
     def news(self, choice: Choice) -> Iterator[bytes]:
         """Events with new text; those of the end once the choice has ended."""
-        events = list(self._dialect.events(self._reply(choice)))
+        events = list(self._dialect.events([self._reply(choice)]))
         ended = choice.finish_reason is not None
         newest = max((at for at, event in enumerate(events) if _delta_text(event)), default=-1)
         for at in range(self._sent, len(events) if ended else newest + 1):
@@ -123,16 +123,19 @@ class EventStream(Generic[R]):
             choice.finish_reason or FinishReason.STOP,
         )
         answer = choice.text.answer
+        message = message_of(self._answering, choice)
         generation = Generation(
             id=0,
             parent=None,
             rendered_ids=choice.prompt_ids,
             completion=completion,
             tail=(),
-            message=message_of(self._answering, choice),
+            message=message,
+            said=message,
             continues=False,
             digest="",
             ill_formed=answer is not None and answer.ill_formed,
+            stop=choice.text.stop,
         )
         return Reply(self._request, generation, choice.prompt_ids, self._answering.created, self._answering.id)
 

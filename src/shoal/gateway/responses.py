@@ -1,5 +1,6 @@
 """OpenAI's `/v1/responses`: requests and answers."""
 
+import json
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -8,13 +9,16 @@ from shoal.gateway.dialects import (
     Body,
     Dialect,
     ModelRequest,
-    Refusal,
     Reply,
     TextPart,
+    check_count,
     conversation,
     function_tool,
+    schema_of,
     text_of,
+    wanted_calls,
 )
+from shoal.gateway.fields import Fields, Refusal, Unserved
 from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
@@ -45,16 +49,32 @@ class FunctionTool(msgspec.Struct):
     parameters: dict[str, object] | None = None
 
 
-class Typed(msgspec.Struct):
-    """Object of which only the type matters."""
+class ChosenFunction(msgspec.Struct):
+    """Choice of one tool; `allowed_tools` offers the model some of them."""
 
     type: str
+    name: str = ""
+    mode: str = "auto"
+    tools: list[FunctionTool] | None = None
+
+
+class AnswerFormat(msgspec.Struct):
+    """Format of an answer's text."""
+
+    type: str
+    schema: dict[str, object] | None = None
 
 
 class TextFormat(msgspec.Struct):
     """Text format; see `text` in OpenAI's reference."""
 
-    format: Typed | None = None
+    format: AnswerFormat | None = None
+
+
+class Reasoning(msgspec.Struct):
+    """Reasoning; see `reasoning` in OpenAI's reference. Summaries do not exist here."""
+
+    effort: str | None = None
 
 
 class ResponsesRequest(ModelRequest, kw_only=True):
@@ -65,8 +85,10 @@ class ResponsesRequest(ModelRequest, kw_only=True):
     previous_response_id: str | None = None
     max_tokens: int | None = msgspec.field(default=None, name="max_output_tokens")
     tools: list[FunctionTool] | None = None
-    tool_choice: str | None = None
+    tool_choice: str | ChosenFunction | None = None
+    parallel_tool_calls: bool | None = True
     text: TextFormat | None = None
+    reasoning: Reasoning | None = None
     metadata: dict[str, str] | None = msgspec.field(default_factory=dict)
 
 
@@ -75,8 +97,8 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
 
     Instructions replace the system message at the start of that conversation; without instructions it stays.
     """
-    if body.text and body.text.format and body.text.format.type != "text":
-        raise Refusal("text.format", "none or 'text'", body.text.format.type)
+    if not isinstance(body.input, str):
+        check_count("input", len(body.input))
     if not body.input:
         raise Refusal("input", "a text, or at least one item", body.input)
     before = _conversation(tree, body.previous_response_id) if body.previous_response_id is not None else ()
@@ -84,9 +106,33 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
         kept = before[1:] if before and before[0].role is Role.SYSTEM else before
         before = (Message(Role.SYSTEM, body.instructions), *kept)
     said = [Message(Role.USER, body.input)] if isinstance(body.input, str) else _messages(body.input)
-    offered = body.tools if body.tool_choice != "none" else None
-    tools = [_offered(i, tool) for i, tool in enumerate(offered or ())]
-    return AnswerRequest(conversation((*before, *said), tools), body)
+    asked, choice, named = body.text and body.text.format, body.tool_choice or "auto", ""
+    offered: Sequence[FunctionTool] = body.tools or ()
+    check_count("tools", len(offered))
+    if isinstance(choice, ChosenFunction):
+        choice, named, offered = _chosen(choice, offered)
+    tools = [_offered(i, tool) for i, tool in enumerate(offered if choice != "none" else ())]
+    wanted = wanted_calls("tool_choice", choice, named, tools)
+    effort = body.reasoning.effort if body.reasoning else None
+    return AnswerRequest(
+        conversation((*before, *said), tools, json.dumps({"reasoning_effort": effort}) if effort else ""),
+        body,
+        one_call=body.parallel_tool_calls is False,
+        schema="" if wanted or not asked else schema_of("text.format", asked.type, asked.schema),
+        wanted=wanted,
+    )
+
+
+def _chosen(choice: ChosenFunction, offered: Sequence[FunctionTool]) -> tuple[str, str, Sequence[FunctionTool]]:
+    """Word of a choice, the one tool that it names, and the tools that it offers. Raises `Refusal`."""
+    match choice.type:
+        case "function":
+            return "required", choice.name, offered
+        case "allowed_tools":
+            names = {tool.name for tool in choice.tools or ()}
+            return choice.mode, "", [tool for tool in offered if tool.name in names]
+    remedy = "offer function tools, and run them in the client"
+    raise Refusal("tool_choice", "a word, or type 'function' or 'allowed_tools'", choice.type, remedy)
 
 
 def _conversation(tree: TokenTree, response_id: str) -> tuple[Message, ...]:
@@ -102,7 +148,8 @@ def _conversation(tree: TokenTree, response_id: str) -> tuple[Message, ...]:
 
 def _offered(i: int, tool: FunctionTool) -> object:
     if tool.type != "function" or not tool.name:
-        raise Refusal(f"tools[{i}]", '{"type": "function", "name": ...}', f"{tool.type} {tool.name!r}")
+        remedy = "offer a function, and run it in the client"
+        raise Refusal(f"tools[{i}]", '{"type": "function", "name": ...}', f"{tool.type} {tool.name!r}", remedy)
     return function_tool(tool.name, tool.description, tool.parameters)
 
 
@@ -133,8 +180,9 @@ def _messages(items: Sequence[Item]) -> list[Message]:
     return messages
 
 
-def responses_body(reply: Reply[ResponsesRequest]) -> Body:
+def responses_body(replies: Sequence[Reply[ResponsesRequest]]) -> Body:
     """Body of the answer to a request."""
+    (reply,) = replies
     prompt, sampled, fields = len(reply.prompt_ids), len(reply.token_ids), msgspec.to_builtins(reply.request)
     return {
         "id": f"resp_{reply.id}",
@@ -145,8 +193,8 @@ def responses_body(reply: Reply[ResponsesRequest]) -> Body:
         "incomplete_details": None if reply.stopped else {"reason": "max_output_tokens"},
         **{name: fields[name] for name in ECHOED},
         "output": [item for item, _ in _output(reply)],
-        "parallel_tool_calls": True,
-        "text": {"format": {"type": "text"}},
+        "parallel_tool_calls": fields["parallel_tool_calls"] is not False,
+        "text": fields["text"] or {"format": {"type": "text"}},
         "tool_choice": fields["tool_choice"] or "auto",
         "tools": fields["tools"] or [],
         "truncation": "disabled",
@@ -182,14 +230,14 @@ def _output(reply: Reply[ResponsesRequest]) -> Iterator[tuple[Body, Body | None]
         yield {"id": f"fc_{name}_{i}", "type": "function_call", "status": status, **said}, None
 
 
-def response_events(reply: Reply[ResponsesRequest]) -> Iterator[Body]:
+def response_events(replies: Sequence[Reply[ResponsesRequest]]) -> Iterator[Body]:
     """Numbered events that stream a whole answer."""
-    for number, event in enumerate(_events(reply)):
+    for number, event in enumerate(_events(*replies)):
         yield {**event, "sequence_number": number}
 
 
 def _events(reply: Reply[ResponsesRequest]) -> Iterator[Body]:
-    body = responses_body(reply)
+    body = responses_body([reply])
     begun: Body = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
     yield {"type": "response.in_progress", "response": begun}
@@ -214,20 +262,16 @@ def _events(reply: Reply[ResponsesRequest]) -> Iterator[Body]:
     yield {"type": f"response.{body['status']}", "response": body}
 
 
-RESPONSES = Dialect(
-    ResponsesRequest,
-    responses_ask,
-    responses_body,
-    response_events,
-    {
-        "tool_choice": ("none", "auto"),
-        "parallel_tool_calls": (True,),
-        "truncation": ("disabled",),
-        "background": (False,),
-        "conversation": (),
-        "prompt": (),
-        "max_tool_calls": (),
-        "top_logprobs": (0,),
-    },
-    named=True,
-)
+_WHOLE = "send the whole conversation as input, or previous_response_id"
+RESPONSES_UNSERVED: Fields = {
+    "truncation": Unserved("leave out older items in the client", ("disabled",)),
+    "background": Unserved("ask for a stream", (False,)),
+    "conversation": Unserved(_WHOLE),
+    "prompt": Unserved(_WHOLE),
+    "context_management": Unserved("leave out older items in the client", ([],)),
+    "max_tool_calls": Unserved("it bounds tools that OpenAI runs; count calls in the client"),
+    "top_logprobs": Unserved("ask /v1/chat/completions", (0,)),
+    "image": Unserved("ask for text"),
+    "moderation": Unserved("moderate in the client"),
+}
+RESPONSES = Dialect(ResponsesRequest, responses_ask, responses_body, response_events, RESPONSES_UNSERVED, named=True)

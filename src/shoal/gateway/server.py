@@ -5,9 +5,10 @@ import contextlib
 import hmac
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -19,33 +20,30 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
-from shoal.errors import ContextOverflow, SessionError, ShoalError
+from shoal.errors import SessionError, ShoalError
 from shoal.gateway.anthropic import MESSAGES, conversation_of
+from shoal.gateway.api_errors import ModelNotFound, error_body, late_event
 from shoal.gateway.chat import CHAT, TEXT, TOKENS
-from shoal.gateway.dialects import Body, Dialect, R, Refusal, Reply, event_bytes
+from shoal.gateway.dialects import Body, Dialect, R, Reply, event_bytes
 from shoal.gateway.registry import SessionBounds, Sessions, export
 from shoal.gateway.request_log import FREE_PATHS, RequestRecord
 from shoal.gateway.responses import RESPONSES
-from shoal.gateway.sessions import DEFAULTS, OpenRequest, Session, SessionContext, SessionOver
+from shoal.gateway.sessions import DEFAULTS, AnswerRequest, OpenRequest, Session, SessionContext, SessionOver
 from shoal.gateway.token_tree import Generation
 from shoal.interfaces import Engine, ModelServer
 from shoal.net.client import RETRY_HEADER
 from shoal.net.server import body, decoded, exposition, guarded, json, look
 
 if TYPE_CHECKING:
+    from shoal.gateway.plain_server import PlainServer
     from shoal.model.chat_template import ChatRenderer
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 KEEP_ALIVE_S = 10.0
 EVICTION_PERIOD_S = 5.0
 SESSION = "/s/"
+MODELS = "/v1/models/"
 UNKNOWN = "session: expected the URL or API key of an open session; POST /v1/sessions opens one"
-ANTHROPIC_KINDS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    503: "overloaded_error",
-}
 DIALECTS: Mapping[str, Dialect[Any]] = {
     "/v1/chat/completions": CHAT,
     "/v1/completions": TEXT,
@@ -55,17 +53,6 @@ DIALECTS: Mapping[str, Dialect[Any]] = {
 }
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-LateError: TypeAlias = Callable[[ShoalError], bytes]
-"""Function from an error to the event that reports it in a stream."""
-PlainEndpoint: TypeAlias = Callable[[Request, bytes, RequestRecord, LateError], Awaitable[Response]]
-PlainEvents: TypeAlias = Callable[[Dialect[Any], Any, RequestRecord, LateError], Awaitable[Response]]
-"""Streams the answer to a request of an API with named events."""
-
-
-class ModelNotFound(SessionError):
-    """Error of a request for a model that is not served (HTTP 404)."""
-
-    http_status = 404
 
 
 class _Named(msgspec.Struct):
@@ -109,15 +96,13 @@ class Gateway:
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
         context = SessionContext(self.engine, self.renderer, self.max_model_len, pool, self.clock)
         self.sessions = Sessions(context, self.bounds)
-        self._plain: dict[str, PlainEndpoint] = {}
-        self._plain_events: PlainEvents | None = None
+        self._started_s = time.time()
+        self._plain: PlainServer | None = None
         of_pages: dict[str, tuple[str, Endpoint]] = {}
         if self.model_server is not None:
-            from shoal.gateway.plain_server import PlainServer  # the gateway of a training run has no use for it
+            from shoal.gateway import plain_server  # the gateway of a training run has no use for it
 
-            plain = PlainServer(self.model_server, context, self.model, self.keep_alive_s)
-            self._plain = {"/v1/chat/completions": plain.chat, "/v1/completions": plain.text}
-            self._plain_events = plain.events
+            self._plain = plain = plain_server.PlainServer(self.model_server, context, self.model, self.keep_alive_s)
             of_pages = {"": ("GET", partial(self._admitted, plain.home)), "/look.css": ("GET", look)}
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
         of_models: dict[str, tuple[str, Endpoint]] = {
@@ -178,6 +163,8 @@ class Gateway:
             token, slash, rest = path.removeprefix(SESSION).partition("/")
             scope["path_params"] = {"token": token}
             path, table = slash + rest, self._of_sessions
+        if path.startswith(MODELS) and path not in table:
+            path, table = MODELS, {MODELS: ("GET", partial(self._model, path.removeprefix(MODELS)))}
         if path not in table:
             raise HTTPException(404)
         method, endpoint = table[path]
@@ -201,72 +188,103 @@ class Gateway:
         """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
         session, record = self._session(http), http.scope["shoal.record"]
         data = await body(http, self.max_body_bytes)
-        late = partial(_late_event, dialect, http.url.path)
-        if is_plain := self.sessions.get(session.token) is None:
-            record.model = self._check_model(data)
-            if (plain := self._plain.get(http.url.path.rstrip("/"))) is not None:
-                return await plain(http, data, record, late)
-        request, created = dialect.request(data, strict=is_plain), int(time.time())
-        if is_plain and request.stream and dialect.named and self._plain_events is not None:
-            return await self._plain_events(dialect, request, record, late)
+        is_plain, created = self.sessions.get(session.token) is None, int(time.time())
+        request, asks = await self._read(dialect, data, session, record, is_plain=is_plain)
+        if is_plain and self._plain is not None and (dialect in (CHAT, TEXT) or (request.stream and dialect.named)):
+            late = partial(late_event, dialect, http.url.path)
+            return await self._plain.answer(http, dialect, request, asks, record, late)
         digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
-        ask = replace(dialect.ask(request, session.tree), digest=digest, is_retry=_is_retry(http))
+        asks = [
+            replace(ask, digest=f"{digest}{i or ''}", is_retry=_is_retry(http))
+            for i, ask in enumerate(ask for ask in asks for _ in range(request.choices))
+        ]
 
-        def reply(generation: Generation) -> Reply[R]:
-            prompt = session.tree.prompt_ids(generation)
-            record.prompt_tokens, record.completion_tokens = len(prompt), len(generation.completion.token_ids)
-            record.finish = generation.completion.finish_reason
-            return Reply(request, generation, prompt, created, session.tree.name)
+        def replies(generations: Sequence[Generation]) -> list[Reply[R]]:
+            prompts = [session.tree.prompt_ids(generation) for generation in generations]
+            sampled = [generation.completion for generation in generations]
+            record.prompt_tokens = sum(map(len, prompts[:: request.choices]))
+            record.completion_tokens = sum(len(one.token_ids) for one in sampled)
+            record.finish = ",".join(sorted({one.finish_reason for one in sampled}))
+            return [
+                Reply(request, generation, prompt, created, session.tree.name, index)
+                for index, (generation, prompt) in enumerate(zip(generations, prompts, strict=True))
+            ]
 
+        answering = asyncio.gather(*(session.generation(ask) for ask in asks))
         if not request.stream:
-            generation = await session.generation(ask)
-            answer = json(dialect.body(reply(generation)))
+            generations = await answering
+            answer = json(dialect.body(replies(generations)))
             if not _has_left(http):
-                session.tree.deliver(generation.id)
+                _deliver(session, generations)
             return answer
-        task = asyncio.ensure_future(session.generation(ask))
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone then
-        await asyncio.wait({task}, timeout=self.keep_alive_s)
-        if task.done():
-            task.result()  # early failures have a status of their own
-        return StreamingResponse(self._streamed(http, session, task, dialect, reply), media_type="text/event-stream")
+        answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone then
+        await asyncio.wait({answering}, timeout=self.keep_alive_s)
+        if answering.done():
+            answering.result()  # early failures have a status of their own
+        events = self._streamed(http, session, answering, dialect, replies)
+        return StreamingResponse(events, media_type="text/event-stream")
+
+    async def _read(
+        self, dialect: Dialect[R], data: bytes, session: Session, record: RequestRecord, *, is_plain: bool
+    ) -> tuple[R, Sequence[AnswerRequest]]:
+        """Request of a body, and its prompts, read beside the event loop if they are long. Raises `SessionError`."""
+
+        def read() -> tuple[R, Sequence[AnswerRequest]]:
+            if is_plain:
+                record.model = self._check_model(data)
+            request = dialect.request(data, is_plain=is_plain)
+            return request, [dialect.ask(one, session.tree) for one in dialect.each(request)]
+
+        return await self.sessions.context.computed(len(data), read)
 
     async def _streamed(
         self,
         http: Request,
         session: Session,
-        task: "asyncio.Future[Generation]",
+        answering: "asyncio.Future[list[Generation]]",
         dialect: Dialect[R],
-        reply: Callable[[Generation], Reply[R]],
+        replies: Callable[[Sequence[Generation]], list[Reply[R]]],
     ) -> AsyncIterator[bytes]:
-        """Streams the events of an answer, with comments until it is ready; a late error becomes an event."""
-        while not task.done():
+        """Streams the events of answers, with comments until they are ready; a late error becomes an event."""
+        while not answering.done():
             yield b": keep-alive\n\n"
-            await asyncio.wait({task}, timeout=self.keep_alive_s)
+            await asyncio.wait({answering}, timeout=self.keep_alive_s)
         try:
-            generation = task.result()
+            generations = answering.result()
         except ShoalError as error:
-            yield _late_event(dialect, http.url.path, error)
+            yield late_event(dialect, http.url.path, error)
             return
         if _has_left(http):
             return
-        for event in dialect.events(reply(generation)):
+        for event in dialect.events(replies(generations)):
             yield event_bytes(event, named=dialect.named)
         if not dialect.named:
             yield b"data: [DONE]\n\n"
-        session.tree.deliver(generation.id)
+        _deliver(session, generations)
 
     async def _count_tokens(self, http: Request) -> Response:
         self._session(http)
-        request = MESSAGES.request(await body(http, self.max_body_bytes))
-        rendered = await self.sessions.context.rendered(conversation_of(request))
-        return json({"input_tokens": len(rendered)})
+        data, context = await body(http, self.max_body_bytes), self.sessions.context
+        spoken = await context.computed(len(data), lambda: conversation_of(MESSAGES.request(data, is_plain=False)))
+        return json({"input_tokens": len(await context.rendered(spoken))})
+
+    def _listed(self) -> Body:
+        """The model, with the fields of OpenAI's and Anthropic's lists."""
+        longest, created_s = self.sessions.context.max_model_len, int(self._started_s)
+        created_at = datetime.fromtimestamp(created_s, UTC).isoformat().replace("+00:00", "Z")
+        of_openai: Body = {"object": "model", "created": created_s, "owned_by": "shoal", "max_model_len": longest}
+        of_anthropic: Body = {"type": "model", "display_name": self.model, "created_at": created_at}
+        return {"id": self.model, **of_openai, **of_anthropic, "max_input_tokens": longest, "max_tokens": longest}
 
     async def _models(self, http: Request) -> Response:
         self._session(http)
-        longest = self.sessions.context.max_model_len
-        one = {"id": self.model, "object": "model", "created": 0, "owned_by": "shoal", "max_model_len": longest}
-        return json({"object": "list", "data": [one]})
+        pages: Body = {"has_more": False, "first_id": self.model, "last_id": self.model}
+        return json({"object": "list", "data": [self._listed()], **pages})
+
+    async def _model(self, name: str, http: Request) -> Response:
+        self._session(http)
+        self._check_name(name)
+        return json(self._listed())
 
     async def _health(self, _: Request) -> Response:
         return json({"status": "ok"})
@@ -299,7 +317,10 @@ class Gateway:
 
     def _check_model(self, data: bytes) -> str:
         """Model that a request without a session names, if any. Raises `ModelNotFound`."""
-        asked = decoded(data, _Named).model or self.model
+        return self._check_name(decoded(data, _Named).model or self.model)
+
+    def _check_name(self, asked: str) -> str:
+        """The name, if the model has it. Raises `ModelNotFound`."""
         if asked != self.model and asked not in self.also_called:
             raise ModelNotFound(f"model: expected {self.model!r}, got {asked!r}; GET /v1/models lists what is served")
         return asked
@@ -322,31 +343,7 @@ class Gateway:
         status = error.status_code if isinstance(error, HTTPException) else getattr(error, "http_status", 500)
         if isinstance(error, ShoalError):
             counted[f"refused_{status}"] += 1
-        return json(_error_body(error, status, str(http.scope["path"])), status)
-
-
-def _error_body(error: Exception, status: int, path: str) -> Body:
-    """Error body in the form of the API that `path` belongs to."""
-    said = error.detail if isinstance(error, HTTPException) else str(error)
-    if "/v1/messages" in path:
-        kind = ANTHROPIC_KINDS.get(status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": said}}
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    param = error.field if isinstance(error, Refusal) else "model" if isinstance(error, ModelNotFound) else None
-    return {"error": {"message": said, "type": kind, "param": param, "code": _code(error)}}
-
-
-def _late_event(dialect: Dialect[R], path: str, error: ShoalError) -> bytes:
-    late = _error_body(error, error.http_status, path)
-    if dialect is RESPONSES:
-        late = {"type": "error", "code": _code(error), "message": str(error), "param": None, "sequence_number": 0}
-    return event_bytes(late, named=dialect.named)
-
-
-def _code(error: Exception) -> str | None:
-    if isinstance(error, ModelNotFound):
-        return "model_not_found"
-    return "context_length_exceeded" if isinstance(error, ContextOverflow) else None
+        return json(error_body(error, status, str(http.scope["path"])), status)
 
 
 def _shown(path: str) -> str:
@@ -355,6 +352,11 @@ def _shown(path: str) -> str:
         return path
     key, slash, rest = path.removeprefix(SESSION).partition("/")
     return f"{SESSION}{key[:8]}...{slash}{rest}"
+
+
+def _deliver(session: Session, generations: Sequence[Generation]) -> None:
+    for generation in generations:
+        session.tree.deliver(generation.id)
 
 
 def _has_left(http: Request) -> bool:

@@ -6,23 +6,18 @@ from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 
 from shoal.errors import ContextOverflow, EngineUnavailable, SessionError
-from shoal.gateway.token_tree import (
-    Attachment,
-    Cause,
-    Conversation,
-    Generation,
-    HistoryPolicy,
-    OpenGeneration,
-    TokenTree,
-    minted_id,
-)
+from shoal.gateway.answer_text import AnswerText
+from shoal.gateway.conversation import Conversation, minted_id
+from shoal.gateway.grammars import answer_grammar
+from shoal.gateway.token_tree import Attachment, Cause, Generation, HistoryPolicy, OpenGeneration, TokenTree
 from shoal.interfaces import Engine
-from shoal.types import FinishReason, Message, Role, Sampling, ToolCall, seed_for
+from shoal.types import Completion, FinishReason, Message, Role, Sampling, ToolCall, seed_for
 
 if TYPE_CHECKING:
     from shoal.model.chat_template import ChatRenderer
@@ -31,6 +26,8 @@ LATENCIES_KEPT = 4096
 INLINE_CHARACTERS = 2048
 """Characters up to which tokenising takes less time than a thread that competes for the interpreter."""
 NO_MESSAGES = Conversation(())
+FIRST_PIECE = 64
+"""Tokens of the first piece of an answer that may end before its stop token; each later piece doubles it."""
 ENDED = "session: it has ended; open a new one"
 
 P = ParamSpec("P")
@@ -71,6 +68,20 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+
+    def sampling(self, most: int, stop_token_ids: tuple[int, ...]) -> Sampling:
+        """Sampling of at most so many tokens; all that was not asked for is off. Raises `SessionError`."""
+        given = {
+            name: value for name in ("temperature", "top_p", "min_p") if (value := getattr(self, name)) is not None
+        }
+        stops = (*stop_token_ids, *(self.stop_token_ids or ()))
+        try:
+            return Sampling(most, top_k=max(self.top_k or 0, 0), stop_token_ids=stops, seed=self.seed, **given)
+        except ValueError as error:
+            raise SessionError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,14 @@ class AnswerRequest:
     is_retry: bool = False
     prompt: str | tuple[int, ...] | None = None
     """Prompt as text or tokens, in place of a conversation."""
+    stops: tuple[str, ...] = ()
+    """Texts that end the answer."""
+    one_call: bool = False
+    """Whether the answer ends after its first tool call."""
+    schema: str = ""
+    """JSON Schema that the answer satisfies; empty for none."""
+    wanted: tuple[str, ...] = ()
+    """Names of the tools of which the answer calls one; empty where it may do without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +125,61 @@ class SessionContext:
         return await loop.run_in_executor(self.pool, lambda: function(*args, **options))
 
     async def rendered(self, conversation: Conversation) -> list[int]:
-        """Tokens of a whole conversation. Raises `SessionError`."""
-        messages, tools = conversation.messages, conversation.tools
-        if tools and not self.renderer.takes_tools:
-            raise SessionError("tools: expected none, the model's chat template shows no tools")
+        """Tokens of a whole conversation, up to where the answer goes on. Raises `SessionError`."""
+        return await self.computed(_size(conversation.messages, conversation.tools), self._whole, conversation)
+
+    def _whole(self, conversation: Conversation) -> list[int]:
+        self.check(conversation)
         render = self.renderer.prompt_ids
-        return await self.computed(_size(messages, tools), render, messages, tools, conversation.template)
+        whole = render(conversation.messages, conversation.tools, conversation.template)
+        return [*whole, *self.renderer.token_ids(conversation.begun)]
+
+    def check(self, conversation: Conversation) -> None:
+        """Raises `SessionError` for a conversation that the model's chat template cannot show."""
+        if not self.renderer.has_template:
+            raise SessionError(
+                "messages: the model has no chat template; send its text to /v1/completions as `prompt`, or put a "
+                "chat_template into the model's tokenizer_config.json"
+            )
+        if conversation.tools and not self.renderer.takes_tools:
+            raise SessionError("tools: expected none, the model's chat template shows no tools; leave them out")
+        if conversation.begun and (self.renderer.in_channels or self.renderer.opens_thought(conversation.template)):
+            raise SessionError(
+                "messages: expected a user's or tool's message as the last, since the model begins each answer with a "
+                "thought and no answer can be begun for it; leave the last message out"
+            )
+
+    def reader(self, ask: AnswerRequest, after: Message | None = None) -> AnswerText:
+        """Reader of the answer to a request; `after` is the earlier part of the answer."""
+        conversation = ask.conversation
+        begun = Message(Role.ASSISTANT, conversation.begun) if conversation.begun else None
+        return AnswerText(
+            self.renderer,
+            ask.stops,
+            chat=ask.prompt is None,
+            tools=bool(conversation.tools),
+            template=conversation.template,
+            one_call=ask.one_call,
+            after=after or begun,
+        )
+
+    def grammar(self, ask: AnswerRequest) -> str:
+        """Grammar of the answer to a request; empty for none. Raises `SessionError`."""
+        tools, template = ask.conversation.tools, ask.conversation.template
+        return answer_grammar(self.renderer, ask.schema, ask.wanted, tools, template, one_call=ask.one_call)
+
+    async def prompt_ids(self, ask: AnswerRequest) -> tuple[int, ...]:
+        """Tokens of a request by itself. Raises `SessionError`."""
+        prompt = ask.prompt
+        if prompt is None:
+            prompt = tuple(await self.rendered(ask.conversation))
+        elif isinstance(prompt, str):
+            prompt = tuple(await self.computed(len(prompt), partial(self.renderer.token_ids, begins=True), prompt))
+        if not 0 < len(prompt) < self.max_model_len:
+            where, longest = "messages" if ask.prompt is None else "prompt", self.max_model_len
+            why = f"expected 1 to {longest - 1} tokens, for a context of {longest}; got {len(prompt)}"
+            raise ContextOverflow(f"{where}: {why}")
+        return prompt
 
 
 class Session:
@@ -179,10 +247,9 @@ class Session:
 
     async def _open(self, ask: AnswerRequest) -> OpenGeneration:
         """Opens a generation, with its prompt rendered."""
-        conversation, prompt = ask.conversation, ask.prompt
-        if isinstance(prompt, str):
-            prompt = tuple(await self._context.computed(len(prompt), self._context.renderer.token_ids, prompt))
-        if prompt is not None:  # a conversation of its own names it
+        conversation = ask.conversation
+        if ask.prompt is not None:  # a conversation of its own names it
+            prompt = await self._context.prompt_ids(ask)
             named = Conversation((Message(Role.USER, repr(prompt)),), template="tokens")
             return self._fitting(self.tree.open(self.tree.attach(named), prompt, ask.digest))
         attachment = self.tree.attach(conversation)
@@ -197,8 +264,15 @@ class Session:
     async def _bridge(self, attachment: Attachment) -> list[int] | None:
         if attachment.continues:
             return []
-        tail, tools, bridge = attachment.tail, attachment.conversation.tools, self._context.renderer.bridge_ids
-        return await self._context.computed(_size(tail, tools), bridge, tail, tools, attachment.conversation.template)
+        return await self._context.computed(
+            _size(attachment.tail, attachment.conversation.tools), self._joint, attachment
+        )
+
+    def _joint(self, attachment: Attachment) -> list[int] | None:
+        conversation, renderer = attachment.conversation, self._context.renderer
+        self._context.check(conversation)
+        bridge = renderer.bridge_ids(attachment.tail, conversation.tools, conversation.template)
+        return None if bridge is None else [*bridge, *renderer.token_ids(conversation.begun)]
 
     def _fitting(self, call: OpenGeneration) -> OpenGeneration:
         length, longest = len(call.prompt_ids), self._context.max_model_len
@@ -223,33 +297,47 @@ class Session:
 
     async def _generate(self, call: OpenGeneration, ask: AnswerRequest) -> Generation:
         try:
-            sampling = self._sampling_of(call, ask)
-            (completion,) = await self._context.engine.generate(
-                call.prompt_ids, sampling, priority=self._priority, session=self.token
-            )
-            if completion.finish_reason is FinishReason.ABORT:
-                raise EngineUnavailable("the engine aborted the answer")
-            ids, parent = completion.token_ids, call.attachment.parent
-            answer = await self._context.computed(
-                4 * len(ids),
-                self._context.renderer.answer,
-                ids,
-                tools=bool(ask.conversation.tools),
-                template=ask.conversation.template,
-                after=self.tree.conversation(parent)[-1] if call.attachment.continues and parent is not None else None,
-            )
+            parent = call.attachment.parent if call.attachment.continues else None
+            text = self._context.reader(ask, None if parent is None else self.tree.conversation(parent)[-1])
+            completion = await self._sampled(call, self._sampling_of(call, ask), text)
         except BaseException:
             self.tree.cancel(call)
             raise
+        answer = text.whole
         calls = tuple(
             ToolCall(minted_id(self.token, call.id, index), sampled.name, sampled.arguments)
             for index, sampled in enumerate(answer.calls)
         )
         message = Message(Role.ASSISTANT, answer.content, calls, reasoning=answer.reasoning)
-        self._context.counted["drawn_tokens"] += len(ids)
-        self.tokens_held += len(call.rendered_ids) + len(ids)
+        self._context.counted["drawn_tokens"] += len(completion.token_ids)
+        self.tokens_held += len(call.rendered_ids) + len(completion.token_ids)
         self.tree.truncated = False
-        return self.tree.commit(call, completion, message, ill_formed=answer.ill_formed)
+        return self.tree.commit(call, completion, message, ill_formed=answer.ill_formed, stop=text.stop)
+
+    async def _sampled(self, call: OpenGeneration, sampling: Sampling, text: AnswerText) -> Completion:
+        """Samples an answer up to its stop token, stop text or first call.
+
+        Only a reader of the text sees where a stop text ends, so such an answer is sampled in pieces, and the tokens
+        behind its end are dropped. The end depends on tokens before it alone: the kept ones are sampled as ever.
+        """
+        whole, left = Completion((), (), (), FinishReason.LENGTH), sampling
+        piece = FIRST_PIECE if text.watches else sampling.max_tokens
+        while True:
+            asked = replace(left, max_tokens=min(left.max_tokens, piece))
+            (more,) = await self._context.engine.generate(
+                call.prompt_ids + whole.token_ids, asked, priority=self._priority, session=self.token
+            )
+            if more.finish_reason is FinishReason.ABORT:
+                raise EngineUnavailable("the engine aborted the answer")
+            whole = whole.then(more)
+            rest = sampling.rest(len(whole.token_ids))
+            is_last = len(more.token_ids) < asked.max_tokens or more.finish_reason is FinishReason.STOP or rest is None
+            await self._context.computed(4 * len(whole.token_ids), text.add, more.token_ids, last=is_last)
+            if text.stopped:
+                return _cut(whole, await self._context.computed(4 * len(whole.token_ids), text.kept), call)
+            if rest is None or is_last:
+                return whole
+            left, piece = rest, 2 * piece
 
     def _sampling_of(self, call: OpenGeneration, ask: AnswerRequest) -> Sampling:
         """Sampling parameters of this generation. Raises `SessionError` for numbers out of range."""
@@ -257,19 +345,27 @@ class Session:
         stops = self._context.renderer.stop_token_ids
         own, client = self._sampling, ask.sampling
         most = room if client.max_tokens is None else min(client.max_tokens, room)
-        try:
-            if own is None:
-                temperature, top_p = _or_one(client.temperature), _or_one(client.top_p)
-                return Sampling(most, temperature, top_p, stop_token_ids=stops, seed=client.seed)
-            most, stops = min(most, own.max_tokens), own.stop_token_ids or stops
+        made = client.sampling(most, stops)
+        if own is not None:
             seed = None if own.seed is None else seed_for("session", own.seed, call.id)
-            return replace(own, max_tokens=most, stop_token_ids=stops, seed=seed)
-        except ValueError as error:
-            raise SessionError(str(error)) from error
+            made = replace(
+                own, max_tokens=min(most, own.max_tokens), stop_token_ids=own.stop_token_ids or stops, seed=seed
+            )
+        begun = len(self._context.renderer.token_ids(ask.conversation.begun)) + self.tree.begun_tokens(call.attachment)
+        return replace(made, grammar=self._context.grammar(ask), begun=begun)
 
 
-def _or_one(asked: float | None) -> float:
-    return 1.0 if asked is None else asked
+def _cut(whole: Completion, size: int, call: OpenGeneration) -> Completion:
+    """First tokens of a completion, which end in a stop text."""
+    experts = len(whole.routing) // max(1, len(call.prompt_ids) + len(whole.token_ids) - 1)
+    return Completion(
+        whole.token_ids[:size],
+        whole.logprobs[:size],
+        whole.versions[:size],
+        FinishReason.STOP,
+        whole.routing[: experts * (len(call.prompt_ids) + size - 1)],
+        tuple(index for index in whole.forced if index < size),
+    )
 
 
 def _size(messages: tuple[Message, ...], tools: str) -> int:

@@ -13,14 +13,13 @@ Between `open` and `commit` other calls may come and go: concurrent calls become
 """
 
 import itertools
-import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from hashlib import blake2b
 
 from shoal.errors import HistoryDiverged
-from shoal.types import Completion, FinishReason, Message, Role, ToolCall, Turn
+from shoal.gateway.conversation import Conversation, chain, link
+from shoal.types import Completion, FinishReason, Message, Role, Turn
 
 TAIL_ROLES = frozenset({Role.TOOL, Role.USER})
 """Roles of messages that may follow an answer without rendering its conversation again."""
@@ -50,15 +49,6 @@ class Cause(StrEnum):
     """The policy is `template`, and a user message came."""
     NO_BRIDGE = "no_bridge"
     """The template cannot render the new messages by themselves."""
-
-
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """Conversation of a request: messages, and the other inputs of the template."""
-
-    messages: tuple[Message, ...]
-    tools: str = ""  # JSON array; empty when there are none
-    template: str = ""  # JSON object of further template arguments; empty when there are none
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +87,14 @@ class Generation:
     completion: Completion
     tail: tuple[Message, ...]
     message: Message
-    """Answer as the client received it; of a continuation, the whole answer."""
+    """Whole answer, with what it continues or what the client began it with."""
+    said: Message
+    """Answer as the client received it."""
     continues: bool
     digest: str
     ill_formed: bool
+    stop: str = ""
+    """Stop text that ended the answer; its tokens are the last of the completion."""
 
 
 class TokenTree:
@@ -137,6 +131,8 @@ class TokenTree:
 
         The search compares hashes of messages and tokenises nothing. Raises `HistoryDiverged`.
         """
+        if conversation.begun and self._continued(whole := conversation.answered):
+            return self.attach(whole)
         messages, hashes = conversation.messages, chain(conversation)
         for end in range(len(messages), 0, -1):
             if messages[end - 1].role is Role.ASSISTANT and hashes[end] in self._by_hash:
@@ -178,13 +174,19 @@ class TokenTree:
         self.calls.pop(call.id, None)
 
     def commit(
-        self, call: OpenGeneration, completion: Completion, message: Message, *, ill_formed: bool = False
+        self,
+        call: OpenGeneration,
+        completion: Completion,
+        message: Message,
+        *,
+        ill_formed: bool = False,
+        stop: str = "",
     ) -> Generation:
         """Stores the completion of a call, and the message that the client receives."""
         assert self.calls.pop(call.id, None) is call, "a call is committed once"
         attachment = call.attachment
         parent = None if attachment.parent is None else self._generations[attachment.parent]
-        whole = message
+        whole = replace(message, content=attachment.conversation.begun + message.content)
         if attachment.continues and parent is not None:
             whole = replace(
                 parent.message,
@@ -199,9 +201,11 @@ class TokenTree:
             completion,
             attachment.tail,
             whole,
+            message,
             attachment.continues,
             call.digest,
             ill_formed,
+            stop,
         )
         self._generations[call.id] = generation
         self._children[call.id] = []
@@ -283,6 +287,20 @@ class TokenTree:
             raise HistoryDiverged("messages: expected an extension of the newest answer, got one of an earlier answer")
         return attachment
 
+    def begun_tokens(self, attachment: Attachment) -> int:
+        """Number of tokens of the answers that a continuation belongs to, up to where it goes on."""
+        found, at = 0, attachment.parent if attachment.continues else None
+        while at is not None:
+            one = self._generations[at]
+            found += len(one.completion.token_ids)
+            at = one.parent if one.continues else None
+        return found
+
+    def _continued(self, conversation: Conversation) -> bool:
+        """Whether a conversation ends in an answer that was cut short."""
+        ids = self._by_hash.get(chain(conversation)[-1], [])
+        return any(self._generations[one].completion.finish_reason is not FinishReason.STOP for one in ids)
+
     def _twin(self, ids: list[int], messages: Sequence[Message]) -> int:
         """Generation, of several with equal conversations, that the client holds.
 
@@ -299,10 +317,10 @@ class TokenTree:
         return max(ids, key=rank)
 
     def _index(self, generation: Generation, message: Message, before: bytes) -> None:
-        keys = {_link(before, message)}
+        keys = {link(before, message)}
         if generation.continues and generation.parent is not None:
             before = self._hash_before[generation.parent]
-            keys.add(_link(before, generation.message))  # a client may keep the parts of an answer or join them
+        keys.add(link(before, generation.message))  # a client may keep the parts of an answer or join them
         self._hash_before[generation.id] = before
         for key in keys:
             self._by_hash.setdefault(key, []).append(generation.id)
@@ -342,46 +360,3 @@ class TokenTree:
             path.append(self._generations[generation_id])
             generation_id = path[-1].parent
         return path[::-1]
-
-
-def chain(conversation: Conversation) -> list[bytes]:
-    """Hashes of the first i messages, for every i; tools and template arguments come before the first."""
-    hashes = [_hash(conversation.tools.encode(), conversation.template.encode())]
-    for message in conversation.messages:
-        hashes.append(_link(hashes[-1], message))
-    return hashes
-
-
-def minted_id(session: str, generation_id: int, index: int) -> str:
-    """Id of a generation's tool call: nine letters and digits, as the strictest templates demand."""
-    number = int.from_bytes(_hash(session.encode(), b"%d" % generation_id, b"%d" % index), "big")
-    letters = "0123456789abcdefghijklmnopqrstuvwxyz"
-    return "".join(letters[number // 36**place % 36] for place in range(9))
-
-
-def _link(before: bytes, message: Message) -> bytes:
-    return _hash(before, message.role.value.encode(), *_view(message))
-
-
-def _view(message: Message) -> tuple[bytes, ...]:
-    """Parts in which two equal messages must agree: all, but for an assistant only the parts that clients leave alone.
-
-    Clients strip answers, reformat arguments, replace ids and drop reasoning; none of these edits changes the sampled
-    tokens.
-    """
-    if message.role is not Role.ASSISTANT:
-        return (message.content.encode(), message.tool_call_id.encode())
-    calls = (part for call in message.tool_calls for part in (call.name.encode(), _arguments(call)))
-    return (" ".join(message.content.split()).encode(), *calls)
-
-
-def _arguments(call: ToolCall) -> bytes:
-    try:
-        return json.dumps(json.loads(call.arguments or "{}"), sort_keys=True).encode()
-    except ValueError:
-        return call.arguments.encode()
-
-
-def _hash(*parts: bytes) -> bytes:
-    """Hash of the parts and their ends."""
-    return blake2b(b"".join([b"%d:%b" % (len(part), part) for part in parts]), digest_size=16).digest()

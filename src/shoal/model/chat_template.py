@@ -80,6 +80,31 @@ class ChatRenderer:
         """Marks that open and close a thought in an answer's text."""
         return self._marks or THINK
 
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template; a base model has none."""
+        return self._tokenizer.chat_template is not None
+
+    @property
+    def in_channels(self) -> bool:
+        """Whether channels part thoughts from answers."""
+        return self._channels
+
+    @property
+    def names_calls(self) -> bool:
+        """Whether listed calls have the form `name[ARGS]{...}`."""
+        return "[ARGS]" in (self._tokenizer.chat_template or "")
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is the name of a special token."""
+        return self._backend.token_to_id(text) in self.token_bytes.special
+
+    def token_id(self, name: str) -> int:
+        """Id of a token by its name."""
+        found = self._backend.token_to_id(name)
+        assert found is not None, f"no token is called {name}"
+        return found
+
     @cached_property
     def token_bytes(self) -> TokenBytes:
         """Function from a token to its bytes."""
@@ -96,7 +121,7 @@ class ChatRenderer:
         tokenizer without a chat template (a base model) gets the contents joined by blank lines. Raises `SessionError`
         for messages that the template refuses.
         """
-        if self._tokenizer.chat_template is None:
+        if not self.has_template:
             text = "\n\n".join(message.content for message in messages)
             return self._backend.encode(text, add_special_tokens=True).ids
         try:
@@ -113,9 +138,16 @@ class ChatRenderer:
         text = self._bridge(tail, tools, template)
         return None if text is None else self._closed(text)
 
-    def token_ids(self, text: str) -> list[int]:
-        """Tokens of a text by itself."""
-        return self._backend.encode(text, add_special_tokens=False).ids
+    def token_ids(self, text: str, *, begins: bool = False) -> list[int]:
+        """Tokens of a text by itself; one that `begins` a prompt has the tokens that the tokenizer adds, such as BOS.
+
+        A text that has them already gets no second ones.
+        """
+        ids = self._backend.encode(text, add_special_tokens=False).ids
+        added = self._backend.encode("", add_special_tokens=True).ids if begins else []
+        if not added or ids[: len(added)] == added:
+            return ids
+        return self._backend.encode(text, add_special_tokens=True).ids
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
@@ -210,7 +242,7 @@ class ChatRenderer:
         )
 
     def _bridge(self, tail: Sequence[Message], tools: str, template: str) -> str | None:
-        if self._tokenizer.chat_template is None:
+        if not self.has_template:
             return None
         before = (Message(Role.USER, ASKED), _stand_in(tail))
         try:
@@ -240,6 +272,10 @@ class ChatRenderer:
         pairs = zip(self.stop_token_ids, self._stops, strict=True)
         stop, mark = max(pairs, key=lambda pair: len(pair[1]) if text.startswith(pair[1]) else 0)
         return [stop, *self.token_ids(text[len(mark) :])]
+
+    def opens_thought(self, template: str = "") -> bool:
+        """Whether the header of the assistant's turn opens a thought, under these template arguments."""
+        return self._opens_thought(template)
 
     def _opening(self, template: str) -> bool:
         """Whether the header of the assistant's turn already opens a thought."""

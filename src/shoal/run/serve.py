@@ -37,13 +37,13 @@ async def serve(
     host: str,
     port: int,
     threads: int,
-    announce: Callable[[str, str, str], None],
+    announce: Callable[[str, str, str, bool], None],
     on_request: OnRequest | None = None,
 ) -> None:
     """Serves OpenAI and Anthropic clients until SIGTERM or SIGINT. Raises a `ShoalError`.
 
-    `announce` gets URL, model name and API key once requests are answered. The key is empty on loopback; elsewhere it
-    comes from the environment, or is new. `on_request` gets each request once it is answered.
+    `announce` gets URL, model name, API key and whether the model chats, once requests are answered. The key is empty
+    on loopback; elsewhere it comes from the environment, or is new. `on_request` gets each request once it is answered.
     """
     admin_key = "" if is_loopback(host) else os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
     directory = model_directory(model.path)
@@ -72,7 +72,7 @@ async def serve(
                 host=host,
             )
             collect_rarely()
-            announce(url_of(listening), name, admin_key)
+            announce(url_of(listening), name, admin_key, renderer.has_template)
             await _until_told_to_stop(gateway, listening, child)
 
 

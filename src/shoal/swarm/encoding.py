@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from shoal.errors import SessionError
-from shoal.gateway.token_tree import Cause, Conversation, TokenTree
+from shoal.gateway.conversation import Conversation
+from shoal.gateway.token_tree import Cause, TokenTree
 from shoal.interfaces import Renderer
 from shoal.model.chat_template import ChatRenderer
 from shoal.swarm.offer import Course, OfferedRollout

@@ -198,7 +198,7 @@ def normalised_after_kl(config: TrainConfig) -> bool:
 
 
 def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
-    """Token rows of the rollout's turns: every sampled token has mask 1 in exactly one row.
+    """Token rows of the rollout's turns: every sampled token but the forced ones has mask 1 in exactly one row.
 
     `advantage` is one number for all turns, or a number for each. A turn extends the row that ends in its parent; the
     tokens between have mask 0. Any other turn opens a new row with its whole prompt. Turns without sampled tokens add
@@ -207,7 +207,8 @@ def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
     Raises ValueError for a turn with an empty prompt, because nothing could predict its first token.
     """
     each = [advantage] * len(rollout.turns) if isinstance(advantage, int | float) else advantage
-    return [_row(rollout, indices, each) for indices in turns_of_rows(rollout.turns)]
+    found = [_row(rollout, indices, each) for indices in turns_of_rows(rollout.turns)]
+    return [row for row in found if any(row.mask)]
 
 
 def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) -> Sample:
@@ -224,10 +225,12 @@ def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) 
             raise ValueError(f"rollout {rollout.id}: expected a prompt of at least one token, got an empty one")
         gap, n = len(given), len(sampled.token_ids)
         tokens += (*given, *sampled.token_ids)
-        mask += [0] * gap + [1] * n
-        logprobs += ([0.0] * gap) + list(sampled.logprobs)
-        versions += ([-1] * gap) + list(sampled.versions)
-        reinforced += [0.0] * gap + [advantages[index]] * n
+        forced = frozenset(sampled.forced)
+        kept = [int(i not in forced) for i in range(n)]
+        mask += [0] * gap + kept
+        logprobs += [0.0] * gap + [logp if m else 0.0 for m, logp in zip(kept, sampled.logprobs, strict=True)]
+        versions += [-1] * gap + [version if m else -1 for m, version in zip(kept, sampled.versions, strict=True)]
+        reinforced += [0.0] * gap + [advantages[index] if m else 0.0 for m in kept]
         before = index
     routing = rollout.turns[indices[-1]].completion.routing
     return Sample(tuple(tokens), tuple(mask), tuple(logprobs), tuple(versions), tuple(reinforced), routing)
