@@ -79,7 +79,7 @@ def test_a_gradient_goes_where_the_definition_says(name: str, expected_grad: obj
         ("stable_reinforce", {}, "no published definition"),
         ("nonsense", {}, "expected one of cross_entropy"),
         ("ppo", {"beta": 1.0}, "clip_low_threshold"),
-        ("ppo", {"clip_low_threshold": "low"}, "expected a number"),
+        ("ppo", {"clip_low_threshold": "low"}, "expected a finite number"),
     ],
 )
 def test_an_unknown_loss_or_setting_is_refused_by_name(name: str, settings: dict[str, float | str], words: str) -> None:

@@ -14,7 +14,7 @@ from benchmarks.tinker import compared
 from engine_models import plain
 from shoal.model.renderer_loading import load_renderer
 from shoal.observe.runs import WatchedRun
-from shoal.tinker.bodies import MOST_BYTES
+from shoal.tinker.requests import MOST_BYTES
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
 from tinker_server import KEYS, TinkerServer, tinker_serving
 from train_runs import children

@@ -14,32 +14,31 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as Http
 from starlette.responses import Response
 from starlette.routing import Route
-from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from shoal.errors import WireError
 from shoal.net.server import HANDLERS, Refused, body, decoded, json
 from shoal.net.zstd import decompressed
-from shoal.tinker.bodies import (
-    MOST_BYTES,
-    checked_name,
-    checkpoint,
-    cursor,
-    encoded,
-    gone,
-    iso_time,
-    page,
-    read,
-    validated,
-)
-from shoal.tinker.messages import Adam, Adapter
-from shoal.tinker.service import Saving, TinkerService, new_id
-from shoal.tinker.store import Sampler, SavedWeights, StoredModel
+from shoal.tinker import requests as r
+from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, page
+from shoal.tinker.messages import MOST_ROWS, Adapter
+from shoal.tinker.requests import read
+from shoal.tinker.sampling import checked
+from shoal.tinker.service import TinkerService, new_id
+from shoal.tinker.store import Sampler, SavedWeights, StoredModel, owner_of
+from shoal.tinker.training import Load, Saving
 
 POLL_S = 30.0
 PROTO = "application/x-protobuf"
-CLIENT_CONFIG = {"parallel_fwdbwd_chunks": False, "use_pyqwest_transport": False, "sample_no_retries": False}
+CLIENT_CONFIG = {
+    "parallel_fwdbwd_chunks": False,
+    "use_pyqwest_transport": False,
+    "sample_no_retries": False,
+    "fwdbwd_max_chunk_len": MOST_ROWS,
+}
 """Flags of the package: one request at a time for each model, over its plain HTTP client."""
+MOST_OPEN = 64
+"""Models of one key that are not unloaded."""
 
 Handler = Callable[[Http, str], Awaitable[Response]]
 
@@ -48,8 +47,8 @@ class TinkerApp:
     """Application over a service, for clients with one of the keys."""
 
     def __init__(self, service: TinkerService, keys: tuple[str, ...]) -> None:
-        self._service, self._store, self._keys = service, service.store, keys
-        self._longest: dict[str, int] = {}
+        self._service, self._store = service, service.store
+        self._owners = {key.encode(): owner_of(key) for key in keys}
         post, get = ["POST"], ["GET"]
         routes: list[tuple[str, Handler, list[str]]] = [
             ("healthz", self._health, get),
@@ -94,7 +93,8 @@ class TinkerApp:
     def _known(self, handler: Handler) -> Callable[[Http], Awaitable[Response]]:
         async def checked(http: Http) -> Response:
             given = http.headers.get("x-api-key", "")
-            owner = next((key for key in self._keys if hmac.compare_digest(key.encode(), given.encode())), None)
+            known = (owner for key, owner in self._owners.items() if hmac.compare_digest(key, given.encode()))
+            owner = next(known, None)
             if owner is None and handler != self._health:
                 raise Refused(HTTPStatus.UNAUTHORIZED, "expected one of the server's keys as X-API-Key")
             return await handler(http, owner or "")
@@ -111,7 +111,7 @@ class TinkerApp:
         return json({"refresh_interval_sec": 3600})
 
     async def _telemetry(self, http: Http, owner: str) -> Response:
-        await body(http, MOST_BYTES)
+        await body(http, r.MOST_BYTES)
         return json({"status": "accepted"})
 
     async def _capabilities(self, http: Http, owner: str) -> Response:
@@ -119,103 +119,109 @@ class TinkerApp:
         return json({"supported_models": models})
 
     async def _create_session(self, http: Http, owner: str) -> Response:
-        await read(http, types.CreateSessionRequest)
+        await read(http, r.CreateSession)
         session = new_id("session")
         self._store.add_session(session, owner)
         return json({"type": "create_session", "session_id": session})
 
     async def _heartbeat(self, http: Http, owner: str) -> Response:
-        self._session_of((await read(http, types.SessionHeartbeatRequest)).session_id, owner)
+        self._session_of((await read(http, r.Heartbeat)).session_id, owner)
         return json({"type": "session_heartbeat"})
 
     async def _create_model(self, http: Http, owner: str) -> Response:
-        request = await read(http, types.CreateModelRequest)
+        request = await read(http, r.CreateModel)
         session = self._session_of(request.session_id, owner)
-        if request.optimizer_config.type != "adamw":
-            raise Refused(
-                HTTPStatus.BAD_REQUEST, f"optimizer_config: expected adamw, got {request.optimizer_config.type}"
-            )
         adapter = None
-        if request.lora_config is not None:
-            lora = request.lora_config
+        if (lora := request.lora_config) is not None:
+            if not lora.train_attn and not lora.train_mlp:
+                raise Refused(HTTPStatus.BAD_REQUEST, "lora_config: expected train_attn or train_mlp, got neither")
             adapter = encoded(Adapter(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp))
-        model_id = f"{session}:train:{request.model_seq_id}"
-        self._store.add_model(model_id, session, self._base(request.base_model), adapter, "", False)
-        return self._promise(model_id, 0, "create", b"")
+        return self._created(session, request.model_seq_id, self._base(request.base_model), adapter, "", False)
+
+    def _created(
+        self, session: str, seq_id: int, base: str, adapter: str | None, folder: str, optimizer: bool
+    ) -> Response:
+        model_id, owner = f"{session}:train:{seq_id}", self._store.owner(session) or ""
+        if self._store.model(model_id) is None and self._store.open_models(owner) >= MOST_OPEN:
+            raise Refused(HTTPStatus.TOO_MANY_REQUESTS, f"expected at most {MOST_OPEN} models of a key; unload one")
+        given = base, adapter, folder, optimizer
+        with self._store.together():
+            self._store.add_model(model_id, session, *given)
+            return self._promise(model_id, 0, "create", msgspec.json.encode(given))
 
     async def _unload(self, http: Http, owner: str) -> Response:
-        model = self._model_of((await read(http, types.UnloadModelRequest)).model_id, owner)
+        model = self._model_of((await read(http, r.OfModel)).model_id, owner)
         return json({"request_id": self._service.submit(f"{model.id}/unload", model.id, "unload", b"")})
 
     async def _info(self, http: Http, owner: str) -> Response:
-        model = self._model_of((await read(http, types.GetInfoRequest)).model_id, owner)
+        model = self._model_of((await read(http, r.OfModel)).model_id, owner)
         adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
-        data = {"model_name": model.base, "tokenizer_id": str(self._service.settings.bases[model.base])}
+        data = {"model_name": model.base, "tokenizer_id": str(self._service.settings.bases[self._base(model.base)])}
         info = {"model_id": model.id, "model_data": data, "model_name": model.base, "is_lora": adapter is not None}
         return json(info | {"lora_rank": None if adapter is None else adapter.rank, "type": "get_info"})
 
     async def _forward_backward(self, http: Http, owner: str) -> Response:
-        data = await body(http, MOST_BYTES)
+        data = await body(http, r.MOST_BYTES)
         if http.headers.get("content-encoding") == "zstd":
             try:
-                data = decompressed(data, MOST_BYTES)
+                data = decompressed(data, r.MOST_BYTES)
             except WireError as error:
                 raise Refused(HTTPStatus.BAD_REQUEST, f"body: {error}") from None
-        try:
-            message = pb.ForwardBackwardRequest.FromString(data)
-        except Exception as error:  # protobuf's own DecodeError has no public home
-            raise Refused(HTTPStatus.BAD_REQUEST, f"body: expected a ForwardBackwardRequest: {error}") from None
+        message = r.head(data)
         model = self._model_of(message.model_id, owner)
+        if message.rows > MOST_ROWS:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"data: expected at most {MOST_ROWS} rows, got {message.rows}")
+        if message.seq_id < 1:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"seq_id: expected at least 1, got {message.seq_id}")
         return self._promise(model.id, message.seq_id, "forward_backward", data)
 
     async def _optim_step(self, http: Http, owner: str) -> Response:
-        request = await read(http, types.OptimStepRequest)
+        request = await read(http, r.OptimStep)
         model = self._model_of(request.model_id, owner)
-        if not isinstance(request.optim_params, types.AdamParams):
-            raise Refused(HTTPStatus.BAD_REQUEST, f"optimizer_params: expected Adam's, got {request.optim_params.type}")
-        adam = msgspec.convert(request.optim_params.model_dump(), Adam)
-        return self._promise(model.id, request.seq_id or 0, "optim_step", msgspec.json.encode(adam))
+        return self._promise(model.id, request.seq_id, "optim_step", msgspec.json.encode(request.adam()))
 
     async def _save(self, http: Http, owner: str) -> Response:
-        request = await read(http, types.SaveWeightsRequest)
+        request = await read(http, r.SaveWeights)
         model = self._model_of(request.model_id, owner)
-        name = checked_name(request.path, request.seq_id)
-        path = f"tinker://{model.id}/weights/{name}"
-        if self._store.checkpoint(path) is not None and not request.overwrite:
-            raise Refused(HTTPStatus.CONFLICT, f"path: {name!r} exists; save it under another name, or with overwrite")
-        saving = Saving(path, f"{model.id}/weights-{name}", None, request.ttl_seconds)
-        return self._promise(model.id, request.seq_id or 0, "save", msgspec.json.encode(saving))
+        path = f"tinker://{model.id}/weights/{checked_name(request.path, request.seq_id)}"
+        is_new = self._store.request(f"{model.id}/{request.seq_id}") is None
+        if is_new and not request.overwrite and self._store.checkpoint(path) is not None:
+            raise Refused(HTTPStatus.CONFLICT, f"path: {path} exists; save it under another name, or with overwrite")
+        saving = Saving(path, None, request.ttl_seconds)
+        return self._promise(model.id, request.seq_id, "save", msgspec.json.encode(saving))
 
     async def _save_for_sampler(self, http: Http, owner: str) -> Response:
-        request = await read(http, types.SaveWeightsForSamplerRequest)
+        request = await read(http, r.SaveForSampler)
         model = self._model_of(request.model_id, owner)
         if request.sampling_session_seq_id is not None and request.path is None:
             saving = Saving(sampler_id=f"{model.session}:sample:{request.sampling_session_seq_id}")
         else:
-            name = checked_name(request.path, request.seq_id)
-            path = f"tinker://{model.id}/sampler_weights/{name}"
-            saving = Saving(path, f"{model.id}/sampler-{name}", None, request.ttl_seconds)
-        return self._promise(model.id, request.seq_id or 0, "save_for_sampler", msgspec.json.encode(saving))
+            path = f"tinker://{model.id}/sampler_weights/{checked_name(request.path, request.seq_id)}"
+            saving = Saving(path, None, request.ttl_seconds)
+        return self._promise(model.id, request.seq_id, "save_for_sampler", msgspec.json.encode(saving))
 
     async def _load(self, http: Http, owner: str) -> Response:
-        request = await read(http, types.LoadWeightsRequest)
+        request = await read(http, r.LoadWeights)
         checkpoint = self._checkpoint_of(request.path, owner)
         if checkpoint.kind != "training":
             raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected weights of save_state, got {request.path}")
         source = self._store.model(checkpoint.model)
         assert source is not None
-        if request.session_id is not None:
+        if request.session_id is not None and request.model_seq_id is not None:
             session = self._session_of(request.session_id, owner)
-            model_id = f"{session}:train:{request.model_seq_id}"
             base = self._base(request.base_model or source.base)
-            self._store.add_model(model_id, session, base, source.adapter, checkpoint.folder, request.optimizer)
-            return self._promise(model_id, 0, "create", b"")
-        model = self._model_of(request.model_id or "", owner)
-        stored = {"path": request.path, "folder": checkpoint.folder, "optimizer": request.optimizer}
-        return self._promise(model.id, request.seq_id or 0, "load", msgspec.json.encode(stored))
+            wanted = request.model_seq_id, base, source.adapter, checkpoint.folder, request.optimizer
+            return self._created(session, *wanted)
+        if request.model_id is None or request.seq_id is None:
+            raise Refused(HTTPStatus.BAD_REQUEST, "expected session_id with model_seq_id, or model_id with seq_id")
+        model = self._model_of(request.model_id, owner)
+        if model.base != source.base:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected weights on {model.base!r}, got {source.base!r}")
+        stored = Load(request.path, checkpoint.folder, request.optimizer)
+        return self._promise(model.id, request.seq_id, "load", msgspec.json.encode(stored))
 
     async def _create_sampler(self, http: Http, owner: str) -> Response:
-        request = await read(http, types.CreateSamplingSessionRequest)
+        request = await read(http, r.CreateSampler)
         session = self._session_of(request.session_id, owner)
         sampler = self._new_sampler(
             session, request.sampling_session_seq_id, request.model_path, request.base_model, owner
@@ -235,26 +241,28 @@ class TinkerApp:
             base, folder, version = model.base, checkpoint.folder, checkpoint.version
         sampler = Sampler(f"{session}:sample:{seq_id}", session, self._base(base or ""), path or "", folder, version)
         self._store.add_sampler(sampler)
-        return sampler
+        there = self._store.sampler(sampler.id)
+        if there is None or (there.base, there.path) != (sampler.base, sampler.path):
+            raise Refused(HTTPStatus.CONFLICT, f"sampling_session_seq_id: {seq_id} is another sampler's already")
+        return there
 
     async def _sample(self, http: Http, owner: str) -> Response:
-        data = await body(http, MOST_BYTES)
-        request = validated(data, types.SampleRequest)
-        if request.sampling_session_id is None or request.seq_id is None:
-            raise Refused(HTTPStatus.BAD_REQUEST, "sampling_session_id and seq_id: expected both")
+        data = await body(http, r.MOST_SAMPLE_BYTES)
+        request = decoded(data, r.Sample)
+        checked(request)
         sampler = self._sampler_of(request.sampling_session_id, owner)
         request_id = self._service.submit(f"{sampler.id}/{request.seq_id}", sampler.id, "sample", data)
         names = [f"{request_id}/{number}" for number in range(request.num_samples)]
         return json({"request_id": request_id, "sample_sequence_ids": names})
 
     async def _future(self, http: Http, owner: str) -> Response:
-        request_id = (await read(http, types.FutureRetrieveRequest)).request_id
+        request_id = (await read(http, r.Retrieve)).request_id
         target = request_id.rpartition("/")[0]
         if self._store.model(target) is not None:
             self._model_of(target, owner, closed=True)
         else:
             self._sampler_of(target, owner)
-        request = await self._service.result(request_id, POLL_S)
+        request = await self._service.futures.result(request_id, POLL_S)
         if request is None:
             raise Refused(HTTPStatus.GONE, f"request_id: {request_id!r} is unknown, or its result is no longer kept")
         if request.state == "pending":
@@ -267,8 +275,7 @@ class TinkerApp:
         return json({})  # a request that nobody waits for any more is finished all the same
 
     async def _weights_info(self, http: Http, owner: str) -> Response:
-        request = decoded(await body(http, MOST_BYTES), dict[str, str])
-        checkpoint = self._checkpoint_of(request.get("tinker_path", ""), owner)
+        checkpoint = self._checkpoint_of((await read(http, r.WeightsInfo)).tinker_path, owner)
         model = self._store.model(checkpoint.model)
         assert model is not None
         adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
@@ -288,7 +295,7 @@ class TinkerApp:
         found = (
             pb.SampleResponse.FromString(request.result or b"").sequences if request and request.state == "done" else []
         )
-        if not number.isdecimal() or int(number) >= len(found):
+        if PLACE.fullmatch(number) is None or int(number) >= len(found):
             raise Refused(HTTPStatus.NOT_FOUND, "sequence_id: unknown, or not sampled yet")
         count = len(found[int(number)].tokens) // 4  # int32
         return json({"versions": [sampler.version] * count})
@@ -303,7 +310,7 @@ class TinkerApp:
 
     async def _finish(self, http: Http, owner: str) -> Response:
         session = self._session_of(http.path_params["id"], owner)
-        await body(http, MOST_BYTES)
+        await body(http, r.MOST_JSON_BYTES)
         for model in self._store.models(session):
             self._service.submit(f"{model.id}/unload", model.id, "unload", b"")
         return Response(status_code=HTTPStatus.NO_CONTENT)
@@ -340,7 +347,7 @@ class TinkerApp:
 
     async def _set_ttl(self, http: Http, owner: str) -> Response:
         checkpoint = self._named(http, owner)
-        ttl = decoded(await body(http, MOST_BYTES), dict[str, int | None]).get("ttl_seconds")
+        ttl = (await read(http, r.SetTtl)).ttl_seconds
         expires = None if ttl is None else datetime.now(UTC).timestamp() + ttl
         self._store.set_expiry(checkpoint.path, expires)
         return json({})

@@ -1,42 +1,23 @@
-"""Bodies and lists of the Tinker API's routes: what they read, and in which form they answer."""
+"""Names and lists of the Tinker API's routes, in the form in which they answer."""
 
 import re
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as Http
 from starlette.responses import Response
 
-from shoal.net.server import Refused, body
+from shoal.net.server import Refused
 from shoal.tinker.store import SavedWeights
 
-MOST_BYTES = 64 << 20
 NAME = re.compile(r"[\w.-]{1,128}")
-
-M = TypeVar("M", bound=BaseModel)
+PLACE = re.compile(r"[0-9]{1,9}")
 
 
 async def gone(http: Http, error: Exception) -> Response:
     """Answer to a client that has left: nobody reads it."""
     return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)  # nobody reads it
-
-
-async def read(http: Http, kind: type[M]) -> M:
-    """Reads a request of the API. Raises `Refused`, naming the field."""
-    return validated(await body(http, MOST_BYTES), kind)
-
-
-def validated(data: bytes, kind: type[M]) -> M:
-    """Decodes a body of the API. Raises `Refused`, naming the field."""
-    try:
-        return kind.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise Refused(HTTPStatus.UNPROCESSABLE_ENTITY, f"{where or 'body'}: {first['msg']}") from None
 
 
 def checked_name(given: str | None, seq_id: int | None) -> str:
@@ -77,8 +58,8 @@ def page(http: Http, items: list[dict[str, object]]) -> list[dict[str, object]]:
 
 def cursor(http: Http, total: int) -> dict[str, int]:
     """Place of that part in the list. Raises `Refused`."""
-    query = http.query_params
-    try:
-        return {"offset": int(query.get("offset", 0)), "limit": int(query.get("limit", 20)), "total_count": total}
-    except ValueError:
-        raise Refused(HTTPStatus.BAD_REQUEST, "limit and offset: expected whole numbers") from None
+    places = {name: http.query_params.get(name, default) for name, default in (("offset", "0"), ("limit", "20"))}
+    for name, given in places.items():
+        if PLACE.fullmatch(given) is None:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"{name}: expected a whole number, got {given[:80]!r}")
+    return {**{name: int(given) for name, given in places.items()}, "total_count": total}

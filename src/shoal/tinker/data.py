@@ -3,7 +3,8 @@
 N is the number of tokens of a datum and K the number of targets at each position.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,10 @@ from tinker.proto import tinker_public_pb2 as pb
 from torch import Tensor
 
 from shoal.errors import RequestRefused
+from shoal.tinker.messages import MOST_ROWS
 
+MOST_CELLS = 1 << 20
+"""Targets of a request at most; so many logprobs come back."""
 DTYPES: dict[int, np.dtype[Any]] = {
     pb.DTYPE_FLOAT32: np.dtype(np.float32),
     pb.DTYPE_INT64: np.dtype(np.int64),
@@ -35,9 +39,18 @@ class Datum:
         return int(versions[versions >= 0].min()) if (versions >= 0).any() else None
 
 
-def data_of(request: pb.ForwardBackwardRequest, vocabulary: int) -> list[Datum]:
-    """Data of a request. Raises `RequestRefused`, naming the datum and the field."""
-    return [_datum(number, datum, vocabulary) for number, datum in enumerate(request.data)]
+def data_of(request: pb.ForwardBackwardRequest, vocabulary: int, longest: int, wanted: Collection[str]) -> list[Datum]:
+    """Data of a request, with the `wanted` tensors of a loss. Raises `RequestRefused`, naming the datum and the field.
+
+    Token ids lie below `vocabulary`, and a datum has at most `longest` tokens.
+    """
+    if len(request.data) > MOST_ROWS:
+        raise RequestRefused(f"data: expected at most {MOST_ROWS} rows, got {len(request.data)}")
+    room, data = MOST_CELLS, []
+    for number, datum in enumerate(request.data):
+        data.append(_datum(f"data[{number}]", datum, vocabulary, longest, room, wanted))
+        room -= data[-1].targets.numel()
+    return data
 
 
 def settings_in(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -48,43 +61,68 @@ def settings_in(request: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     }
 
 
-def _datum(number: int, datum: pb.Datum, vocabulary: int) -> Datum:
+def _datum(name: str, datum: pb.Datum, vocabulary: int, longest: int, room: int, wanted: Collection[str]) -> Datum:
+    """One datum, whose targets have at most `room` cells."""
     tokens: list[int] = []
     for chunk in datum.model_input:
         if not chunk.HasField("encoded_text"):
-            raise RequestRefused(f"data[{number}].model_input: expected text; images and audio are not supported")
-        tokens += np.frombuffer(chunk.encoded_text.tokens, np.int32).tolist()
-    inputs = {name: _tensor(f"data[{number}].{name}", value) for name, value in datum.loss_fn_inputs.items()}
+            raise RequestRefused(f"{name}.model_input: expected text; images and audio are not supported")
+        tokens += _numbers(f"{name}.model_input", chunk.encoded_text.tokens, np.dtype(np.int32)).tolist()
+    if not 1 <= len(tokens) <= longest:
+        raise RequestRefused(f"{name}.model_input: expected 1 to {longest} tokens, got {len(tokens)}")
+    inputs = {
+        key: _tensor(f"{name}.{key}", value, len(tokens), room)
+        for key, value in datum.loss_fn_inputs.items()
+        if key in wanted or key in ("target_tokens", "versions")
+    }
     targets = inputs.pop("target_tokens", None)
-    if targets is None or targets.shape[:1] != (len(tokens),) or targets.dim() > 2 or not tokens:
-        came = "none" if targets is None else list(targets.shape)
-        raise RequestRefused(f"data[{number}].target_tokens: expected [{len(tokens)}] tokens, at least 1; got {came}")
+    if targets is None:
+        raise RequestRefused(f"{name}.target_tokens: expected [{len(tokens)}] tokens, got none")
     targets = targets.long()
-    for name, ids in (("model_input", torch.tensor(tokens)), ("target_tokens", targets)):
+    for field, ids in (("model_input", torch.tensor(tokens)), ("target_tokens", targets)):
         if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-            raise RequestRefused(f"data[{number}].{name}: expected token ids from 0 to {vocabulary - 1}")
+            raise RequestRefused(f"{name}.{field}: expected token ids from 0 to {vocabulary - 1}")
     if "weights" not in inputs and targets.dim() == 1:
         inputs["weights"] = torch.ones(targets.shape)
     return Datum(tokens, targets, inputs)
 
 
-def _tensor(name: str, tensor: pb.Tensor) -> Tensor:
-    """Dense tensor of a message; cells that a sparse one leaves out are 0. Raises `RequestRefused`."""
+def _tensor(name: str, tensor: pb.Tensor, rows: int, room: int) -> Tensor:
+    """Dense tensor [rows] or [rows, K] of a message; cells that a sparse one leaves out are 0. Raises `RequestRefused`.
+
+    The shape is checked before there is a tensor of it.
+    """
     if tensor.dtype not in DTYPES:
         raise RequestRefused(f"{name}: expected float32 or int64 numbers")
     kind, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
+    dense = None if tensor.HasField("sparse_csr") else _numbers(name, tensor.dense, kind)
+    if dense is not None and not shape:
+        shape = (len(dense),)
+    if shape[:1] != (rows,) or len(shape) > 2 or not 1 <= math.prod(shape) <= room:
+        expected = f"[{rows}] or [{rows}, K], of at most {room} cells"
+        raise RequestRefused(f"{name}: expected a tensor of shape {expected}; got {list(shape[:3])}")
     try:
-        if not tensor.HasField("sparse_csr"):
-            flat = torch.from_numpy(np.frombuffer(tensor.dense, kind).copy())
-            return flat.reshape(shape) if shape else flat
-        rows, columns = (
-            torch.from_numpy(np.frombuffer(data, np.int64).copy())
-            for data in (tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices)
-        )
-        values = torch.from_numpy(np.frombuffer(tensor.sparse_csr.values, kind).copy())
-        return torch.sparse_csr_tensor(rows, columns, values, shape, check_invariants=True).to_dense()
+        if dense is not None:
+            values = torch.from_numpy(dense.copy()).reshape(shape)
+        else:
+            csr = tensor.sparse_csr
+            crow, columns = (
+                torch.from_numpy(_numbers(name, data, np.dtype(np.int64)).copy())
+                for data in (csr.crow_indices, csr.col_indices)
+            )
+            cells = torch.from_numpy(_numbers(name, csr.values, kind).copy())
+            values = torch.sparse_csr_tensor(crow, columns, cells, shape, check_invariants=True).to_dense()
     except (ValueError, RuntimeError) as error:
         raise RequestRefused(f"{name}: expected a tensor of shape {list(shape)}: {error}") from None
+    if not bool(values.isfinite().all()):
+        raise RequestRefused(f"{name}: expected finite numbers")
+    return values
+
+
+def _numbers(name: str, data: bytes, kind: np.dtype[Any]) -> "np.ndarray[Any, Any]":
+    if len(data) % kind.itemsize:
+        raise RequestRefused(f"{name}: expected {kind} numbers of {kind.itemsize} bytes each, got {len(data)} bytes")
+    return np.frombuffer(data, kind)
 
 
 def output_of(logps: Sequence[Tensor], losses: Sequence[float]) -> bytes:

@@ -3,6 +3,7 @@
 N is the number of target tokens and K the number of targets of one position; K is absent for one target.
 """
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -81,10 +82,15 @@ def settings_of(name: str, given: Mapping[str, float | str]) -> Settings:
     for key, value in given.items():
         if key not in settings:
             raise RequestRefused(f"loss_fn_config: {name} has {', '.join(settings) or 'no settings'}; got {key!r}")
-        if isinstance(value, str):
-            raise RequestRefused(f"loss_fn_config.{key}: expected a number, got {value!r}")
-        settings[key] = value
+        settings[key] = finite(f"loss_fn_config.{key}", value)
     return settings
+
+
+def finite(name: str, value: float | str) -> float:
+    """The number that a setting is. Raises `RequestRefused` for text, NaN and infinities."""
+    if isinstance(value, str) or not math.isfinite(value):
+        raise RequestRefused(f"{name}: expected a finite number, got {value!r}")
+    return value
 
 
 def check_inputs(name: str, targets: Tensor, inputs: Inputs) -> None:

@@ -2,11 +2,23 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 import msgspec
+from msgspec import Meta
 
 from shoal import wire
+
+MOST_ROWS = 1024
+"""Rows of a `forward_backward`; the package splits longer lists by this number."""
+MOST_TTL_S = 10 * 365 * 86_400
+"""Ten years, as the Tinker documentation bounds a time to live."""
+MOST_RATE = 1e3
+"""Learning rate and weight decay at most: a greater one leaves no finite weights."""
+
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Rate = Annotated[float, Meta(ge=0, le=MOST_RATE)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -18,15 +30,15 @@ class Adapter(msgspec.Struct, frozen=True):
     mlp: bool = True
 
 
-class Adam(msgspec.Struct, frozen=True):
+class Adam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of one AdamW step, under the API's names and defaults."""
 
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    learning_rate: Rate = 1e-4
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Share = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

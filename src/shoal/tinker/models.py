@@ -5,13 +5,16 @@ Gradients of `forward_backward` calls add up until `optim_step`, as the Tinker A
 
 import copy
 import json
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -68,6 +71,8 @@ class TrainedModels:
 
     def open(self, model_id: str, base: str, adapter: Adapter | None) -> None:
         """Starts training of an adapter, or of all weights. Raises `ModelError` and `RequestRefused`."""
+        if base not in self._paths:
+            raise RequestRefused(f"base_model: expected one of {', '.join(self._paths)}; got {base!r}")
         owner = next(self._owners)
         if adapter is None:
             model = self._loaded(base)
@@ -82,9 +87,9 @@ class TrainedModels:
         return load_model(self._paths[base], dtype=self._dtype, device=self._device)
 
     def close(self, model_id: str) -> None:
-        """Forgets a model."""
-        trained = self._trained.pop(model_id)
-        if trained.adapters is not None:
+        """Forgets a model, if it was opened."""
+        trained = self._trained.pop(model_id, None)
+        if trained is not None and trained.adapters is not None:
             trained.adapters.remove(trained.owner)
 
     def forward_backward(self, jobs: Sequence[GradientJob]) -> list[tuple[list[Tensor], list[float]]]:
@@ -133,47 +138,47 @@ class TrainedModels:
 
     @torch.no_grad()
     def optim_step(self, model_id: str, adam: Adam) -> dict[str, float]:
-        """Takes one AdamW step with the gradients summed so far, and clears them; returns its metrics."""
-        trained = self._trained[model_id]
+        """Takes one AdamW step with the gradients summed so far, and clears them; returns its metrics.
+
+        Raises `RequestRefused` where a weight or a moment would not be finite; then only the gradient changes. So the
+        step is computed twice: copies of all weights would need more memory.
+        """
+        trained = self._of(model_id)
         grads = {name: p.grad for name, p in trained.parameters.items() if p.grad is not None}
-        norm = (
-            float(torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in grads.values()])))
-            if grads
-            else 0.0
-        )
-        if norm != norm or norm == float("inf"):
-            for parameter in trained.parameters.values():
-                parameter.grad = None
-            raise RequestRefused(
-                f"optim_step: the gradient's norm is {norm}; nothing was changed, the gradient is cleared"
-            )
-        scale = min(1.0, adam.grad_clip_norm / norm) if adam.grad_clip_norm > 0 and norm > 0 else 1.0
-        trained.steps += 1
-        for name, parameter in trained.parameters.items():
-            grad = grads.get(name)
-            grad = torch.zeros_like(parameter) if grad is None else grad * scale
-            first = trained.first.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
-            second = trained.second.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
-            first.lerp_(grad.float(), 1 - adam.beta1)
-            second.mul_(adam.beta2).addcmul_(grad.float(), grad.float(), value=1 - adam.beta2)
-            mean = first / (1 - adam.beta1**trained.steps)
-            deviation = (second / (1 - adam.beta2**trained.steps)).sqrt()
-            parameter.mul_(1 - adam.learning_rate * adam.weight_decay)
-            parameter.sub_((adam.learning_rate * mean / (deviation + adam.eps)).to(parameter.dtype))
+        for parameter in trained.parameters.values():
             parameter.grad = None
+        norms = [torch.linalg.vector_norm(grad) for grad in grads.values()]
+        norm = float(torch.linalg.vector_norm(torch.stack(norms))) if norms else 0.0
+        scale = min(1.0, adam.grad_clip_norm / norm) if adam.grad_clip_norm > 0 and norm > 0 else 1.0
+        if not math.isfinite(norm) or not all(_finite(step) for _, step in _adam_steps(trained, grads, scale, adam)):
+            raise RequestRefused(
+                f"optim_step: a weight would not be finite (gradient's norm {norm:g}, learning_rate "
+                f"{adam.learning_rate:g}); no weight was changed, and the gradient is cleared"
+            )
+        for name, (first, second, weight) in _adam_steps(trained, grads, scale, adam):
+            trained.first[name], trained.second[name] = first, second
+            trained.parameters[name].copy_(weight)
+        trained.steps += 1
         return {"unclipped_grad_l2:mean": norm, "learning_rate": adam.learning_rate, "version": float(trained.steps)}
 
-    def vocabulary(self, model_id: str) -> int:
-        """Number of token ids of a model."""
-        return int(self._trained[model_id].model.get_input_embeddings().num_embeddings)
+    def bounds(self, model_id: str) -> tuple[int, int]:
+        """Number of token ids of a model, and of the tokens that a row may have."""
+        model = self._of(model_id).model
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        return int(model.get_input_embeddings().num_embeddings), longest or sys.maxsize
 
     def steps(self, model_id: str) -> int:
         """Number of optimizer steps of a model."""
-        return self._trained[model_id].steps
+        return self._of(model_id).steps
+
+    def _of(self, model_id: str) -> TrainedModel:
+        if model_id not in self._trained:
+            raise RequestRefused(f"model_id: {model_id} is not open; it was unloaded, or its creation failed")
+        return self._trained[model_id]
 
     def save(self, model_id: str, folder: Path) -> None:
         """Writes parameters and Adam's moments into a folder."""
-        trained = self._trained[model_id]
+        trained = self._of(model_id)
         save_file(_plain(trained.parameters), folder / WEIGHTS)
         moments = {f"first.{k}": v for k, v in trained.first.items()} | {
             f"second.{k}": v for k, v in trained.second.items()
@@ -183,24 +188,28 @@ class TrainedModels:
     @torch.no_grad()
     def load(self, model_id: str, folder: Path, *, optimizer: bool) -> None:
         """Loads what `save` wrote, without Adam's moments unless `optimizer`. Raises `ModelError`."""
-        trained = self._trained[model_id]
-        found = load_file(folder / WEIGHTS)
+        trained = self._of(model_id)
+        try:
+            found = load_file(folder / WEIGHTS)
+            moments = load_file(folder / MOMENTS, str(self._device)) if optimizer else {}
+            steps = _steps(folder / MOMENTS) if optimizer else 0
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{folder.name}: expected the weights of a checkpoint that was not removed: {error}"
+            ) from None
         if {k: v.shape for k, v in found.items()} != {k: v.shape for k, v in trained.parameters.items()}:
             raise ModelError(f"{folder.name}: expected the same base model and adapter settings as the model's")
         for name, parameter in trained.parameters.items():
             parameter.copy_(found[name])
             parameter.grad = None
-        trained.first, trained.second, trained.steps = {}, {}, 0
-        if optimizer:
-            moments = load_file(folder / MOMENTS)
-            trained.first = {k.removeprefix("first."): v for k, v in moments.items() if k.startswith("first.")}
-            trained.second = {k.removeprefix("second."): v for k, v in moments.items() if k.startswith("second.")}
-            trained.steps = _steps(folder / MOMENTS)
+        trained.first = {k.removeprefix("first."): v for k, v in moments.items() if k.startswith("first.")}
+        trained.second = {k.removeprefix("second."): v for k, v in moments.items() if k.startswith("second.")}
+        trained.steps = steps
 
     @torch.no_grad()
     def write_served(self, model_id: str, folder: Path) -> None:
         """Writes what an engine loads: an adapter where engines serve it beside its base, else the merged weights."""
-        trained = self._trained[model_id]
+        trained = self._of(model_id)
         if trained.adapters is not None and trained.adapters.served_apart(trained.owner):
             adapter, settings = trained.adapters.files(trained.owner)
             save_file({name: tensor.contiguous() for name, tensor in adapter.items()}, folder / FILE)
@@ -229,6 +238,30 @@ def _parts(data: Sequence[tuple[int, Datum]]) -> Iterator[list[tuple[int, Datum]
         part.append((number, datum))
     if part:
         yield part
+
+
+AdamStep: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""First and second moment of a parameter after a step, float32, and its weight."""
+
+
+def _adam_steps(
+    trained: TrainedModel, grads: Mapping[str, Tensor], scale: float, adam: Adam
+) -> Iterator[tuple[str, AdamStep]]:
+    """One AdamW step of each parameter, which changes nothing yet. Source: AdamW (arXiv 1711.05101)."""
+    steps = trained.steps + 1
+    for name, parameter in trained.parameters.items():
+        nothing = torch.zeros_like(parameter, dtype=torch.float32)
+        grad = grads[name].float() * scale if name in grads else nothing
+        first = trained.first.get(name, nothing).lerp(grad, 1 - adam.beta1)
+        second = (trained.second.get(name, nothing) * adam.beta2).addcmul_(grad, grad, value=1 - adam.beta2)
+        mean = first / (1 - adam.beta1**steps)
+        deviation = (second / (1 - adam.beta2**steps)).sqrt()
+        change = (adam.learning_rate * mean / (deviation + adam.eps)).to(parameter.dtype)
+        yield name, (first, second, parameter * (1 - adam.learning_rate * adam.weight_decay) - change)
+
+
+def _finite(tensors: AdamStep) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _plain(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

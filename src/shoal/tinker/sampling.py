@@ -1,45 +1,55 @@
 """One sampling request of the Tinker API on an engine: stop strings, prompt logprobs, the answer as protobuf."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
-from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from shoal.engine.protocol import ScoreResponse
 from shoal.errors import RequestRefused
 from shoal.model.chat_template import ChatRenderer
+from shoal.tinker.requests import MOST_RANKED_CELLS, ListedTokens, Sample, SamplingParams
 from shoal.tinker.samplers import ServedWeights
 from shoal.types import Completion, FinishReason, Sampling
-
-if TYPE_CHECKING:
-    from tinker.types._pydantic_types.tensor_data import TensorData
 
 DEFAULT_MAX_TOKENS = 512
 NAN, EMPTY = float("nan"), -99999.0
 
 
-async def sample(engine: ServedWeights, renderer: ChatRenderer, request: types.SampleRequest) -> bytes:
-    """Samples the request's completions; a SampleResponse. Raises `RequestRefused`, naming the field."""
+def checked(request: Sample) -> list[int]:
+    """Prompt of a request that is right as far as no engine is asked. Raises `RequestRefused`, naming the field."""
     if request.prompt_alt_tokens_k:
         raise RequestRefused("prompt_alt_tokens_k: not supported")
-    try:
-        prompt = request.prompt.to_ints()
-    except ValueError:
-        raise RequestRefused("prompt: expected text; images and audio are not supported") from None
+    prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+    if not prompt:
+        raise RequestRefused("prompt: expected at least 1 token, got 0")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if (cells := getattr(request, name) * len(prompt)) > MOST_RANKED_CELLS:
+            raise RequestRefused(f"{name}: expected at most {MOST_RANKED_CELLS} in all places, got {cells}")
+    if request.target_prompt_logprobs is not None:
+        _listed(request.target_prompt_logprobs, len(prompt) - 1)
+    if isinstance(stop := request.sampling_params.stop, list) and len({type(one) for one in stop}) > 1:
+        raise RequestRefused("sampling_params.stop: expected texts or token ids, got both")
+    _sampling(request.sampling_params, (), DEFAULT_MAX_TOKENS)
+    return prompt
+
+
+async def sample(engine: ServedWeights, renderer: ChatRenderer, request: Sample) -> bytes:
+    """Samples the request's completions; a SampleResponse. Raises `RequestRefused`, naming the field."""
+    prompt = checked(request)
     longest = engine.longest
     room = longest - len(prompt)
-    if not prompt or room < 1:
+    if room < 1:
         raise RequestRefused(f"prompt: expected 1 to {longest - 1} tokens, got {len(prompt)}")
     strings, token_ids = stops(request.sampling_params.stop, renderer)
     sampling = _sampling(request.sampling_params, token_ids, room)
     completions = await engine.generate(prompt, sampling, n=request.num_samples)
     message = pb.SampleResponse()
     for completion in completions:
-        kept = cut(completion, strings, renderer)
+        kept = await asyncio.to_thread(cut, completion, strings, renderer) if strings else completion
         sequence = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if kept.finish_reason is FinishReason.STOP else pb.STOP_REASON_LENGTH,
             tokens=np.asarray(kept.token_ids, np.int32).tobytes(),
@@ -53,7 +63,7 @@ async def sample(engine: ServedWeights, renderer: ChatRenderer, request: types.S
 
 
 async def _score_prompt(
-    engine: ServedWeights, request: types.SampleRequest, prompt: Sequence[int], message: pb.SampleResponse
+    engine: ServedWeights, request: Sample, prompt: Sequence[int], message: pb.SampleResponse
 ) -> None:
     """Adds what the request wants to know about the prompt's tokens."""
     most, target = request.topk_prompt_logprobs, request.target_prompt_logprobs
@@ -66,7 +76,8 @@ async def _score_prompt(
         logps = [NAN] * unwanted + scored.logprobs[unwanted - 1 :]
         message.prompt_logprobs = np.asarray(logps, np.float32).tobytes()
     if most:
-        message.topk_prompt_logprobs.CopyFrom(_table([*[()] * unwanted, *scored.others[unwanted - 1 :]], most))
+        rows = [*[()] * unwanted, *scored.others[unwanted - 1 :]]
+        message.topk_prompt_logprobs.CopyFrom(await asyncio.to_thread(_table, rows, most))
     if target is not None:
         message.target_prompt_logprobs.CopyFrom(await _targets(engine, prompt, target))
 
@@ -77,14 +88,28 @@ def _table(rows: Sequence[Sequence[tuple[int, float]]], most: int) -> pb.TopkLog
     return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logps.tobytes(), k=most, length=len(rows))
 
 
-async def _targets(engine: ServedWeights, prompt: Sequence[int], target: "TensorData") -> pb.Tensor:
+def _listed(target: ListedTokens, places: int) -> list[list[int]]:
+    """Listed tokens of each place. Raises `RequestRefused` for a layout that is none."""
+    shape, data = target.shape or [len(target.data)], target.data
+    if len(shape) != 2 or shape[0] != places or not places or not shape[1]:
+        raise RequestRefused(f"target_prompt_logprobs.shape: expected [{places}, K] with both above 0, got {shape}")
+    ends, columns = target.sparse_crow_indices, target.sparse_col_indices
+    if ends is None and columns is None:
+        if len(data) != places * shape[1]:
+            raise RequestRefused(f"target_prompt_logprobs.data: expected {places * shape[1]} ids, got {len(data)}")
+        return [data[start : start + shape[1]] for start in range(0, len(data), shape[1])]
+    if ends is None or len(ends) != places + 1 or ends[0] != 0 or ends[-1] != len(data) or ends != sorted(ends):
+        expected = f"{places + 1} numbers that rise from 0 to {len(data)}"
+        raise RequestRefused(f"target_prompt_logprobs.sparse_crow_indices: expected {expected}")
+    if columns is None or len(columns) != len(data) or max(columns, default=0) >= shape[1]:
+        expected = f"{len(data)} numbers from 0 to {shape[1] - 1}"
+        raise RequestRefused(f"target_prompt_logprobs.sparse_col_indices: expected {expected}")
+    return [data[start:end] for start, end in pairwise(ends)]
+
+
+async def _targets(engine: ServedWeights, prompt: Sequence[int], target: ListedTokens) -> pb.Tensor:
     """Logprobs of the listed tokens, in the layout of the list; a cell of -1 gets 0."""
-    places, shape = len(prompt) - 1, target.shape or [len(target.data)]
-    if len(shape) != 2 or shape[0] != places or places < 1:
-        raise RequestRefused(f"target_prompt_logprobs: expected [{places}, K] token ids, got {shape}")
-    ids = np.asarray(target.data, np.int64)
-    ends = target.sparse_crow_indices or range(0, len(ids) + 1, shape[1])
-    rows = [ids[start:end].tolist() for start, end in pairwise(ends)]
+    rows, shape = _listed(target, len(prompt) - 1), target.shape
     asked = [[token for token in row if token >= 0] for row in rows]
     found = [iter(pairs) for pairs in (await engine.scored(prompt, asked)).others]
     cells = [next(pairs)[1] if token >= 0 else 0.0 for row, pairs in zip(rows, found, strict=True) for token in row]
@@ -98,14 +123,16 @@ async def _targets(engine: ServedWeights, prompt: Sequence[int], target: "Tensor
     return answer
 
 
-def stops(given: object, renderer: ChatRenderer) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def stops(given: str | list[int | str] | None, renderer: ChatRenderer) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Stop strings, and stop tokens: the model's own for None, none for an empty list, or the listed ones."""
     if given is None:
         return (), renderer.stop_token_ids
-    listed = [given] if isinstance(given, str) else list(given) if isinstance(given, Sequence) else []
-    if all(isinstance(stop, int) for stop in listed):
-        return (), tuple(int(stop) for stop in listed)
+    listed = [given] if isinstance(given, str) else given
+    if token_ids := tuple(stop for stop in listed if isinstance(stop, int)):
+        return (), token_ids
     strings = tuple(str(stop) for stop in listed)
+    if not strings:
+        return (), ()
     whole = {text: renderer.token_ids(text) for text in strings}
     single = tuple(ids[0] for ids in whole.values() if len(ids) == 1)
     return strings, (*renderer.stop_token_ids, *single)
@@ -129,7 +156,7 @@ def cut(completion: Completion, strings: Sequence[str], renderer: ChatRenderer) 
     )
 
 
-def _sampling(given: types.SamplingParams, stop_token_ids: tuple[int, ...], room: int) -> Sampling:
+def _sampling(given: SamplingParams, stop_token_ids: tuple[int, ...], room: int) -> Sampling:
     try:
         return Sampling(
             max_tokens=min(given.max_tokens or DEFAULT_MAX_TOKENS, room),

@@ -1,14 +1,19 @@
 """Durable state of the Tinker server in SQLite: sessions, models, requests with their results, checkpoints, samplers.
 
 A request is committed before its future is acknowledged, so a client's future resolves after any end of the server.
+Clients are known by a digest of their key: the file tells nobody a key.
 """
 
+import hashlib
 import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
+
+from shoal.errors import RequestRefused
+from shoal.tinker.messages import MOST_TTL_S
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL);
@@ -23,7 +28,7 @@ CREATE TABLE IF NOT EXISTS samplers (
 );
 CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, target TEXT NOT NULL, kind TEXT NOT NULL,
-    body BLOB NOT NULL, state TEXT NOT NULL DEFAULT 'pending', result BLOB, created REAL NOT NULL
+    body BLOB NOT NULL, state TEXT NOT NULL DEFAULT 'pending', result BLOB, created REAL NOT NULL, digest BLOB
 );
 CREATE INDEX IF NOT EXISTS by_target ON requests (target, number);
 CREATE TABLE IF NOT EXISTS checkpoints (
@@ -33,8 +38,15 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 """
 KEPT = "coalesce(expires, 9e99) > ?"
 """Condition of a checkpoint whose time is not over."""
+FORM = 1
+"""Form of the file; 0 had plain keys, no digests of requests, and times to live without a bound."""
 KEPT_S = 86_400.0
 """Seconds for which the result of a request can be fetched."""
+
+
+def owner_of(key: str) -> str:
+    """Digest by which the client with a key is known; slow to compute, since people choose weak keys."""
+    return hashlib.scrypt(key.encode(), salt=b"shoal tinker owner", n=1 << 14, r=8, p=1, dklen=16).hex()
 
 
 @dataclass(frozen=True)
@@ -80,6 +92,8 @@ class StoredRequest:
     body: bytes
     state: str
     result: bytes | None
+    digest: bytes | None
+    """Digest of kind and body; None in a file of an earlier release."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +118,22 @@ class Store:
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
+        is_new = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
         self._db.executescript(SCHEMA)
+        if not is_new and self._db.execute("PRAGMA user_version").fetchone()[0] < FORM:
+            self._bring_up()
+        self._db.execute(f"PRAGMA user_version = {FORM}")
+
+    def _bring_up(self) -> None:
+        """Brings a file of an earlier release to this form."""
+        self._db.create_function("owner_of", 1, owner_of)
+        with self.together():
+            self._db.execute("ALTER TABLE requests ADD COLUMN digest BLOB")
+            self._db.execute("UPDATE sessions SET owner = owner_of(owner)")
+            self._db.execute("UPDATE checkpoints SET expires = min(expires, created + ?)", (MOST_TTL_S,))
+            self._db.execute(f"PRAGMA user_version = {FORM}")
+        self._db.execute("VACUUM")  # pages that are free still hold the keys
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def forget(self, before: float) -> None:
         """Forgets requests of before a time whose results nobody will fetch, and that no state on disk lacks."""
@@ -130,18 +159,23 @@ class Store:
         self._db.close()
 
     def add_session(self, id_: str, owner: str) -> None:
-        """Adds a session of a client's key."""
+        """Adds a session of a client."""
         self._db.execute("INSERT INTO sessions VALUES (?, ?, ?)", (id_, owner, time.time()))
 
     def owner(self, session: str) -> str | None:
-        """Key of the client whose session it is."""
+        """Client whose session it is."""
         row = self._db.execute("SELECT owner FROM sessions WHERE id = ?", (session,)).fetchone()
         return None if row is None else str(row[0])
 
     def sessions(self, owner: str) -> list[str]:
-        """Sessions of a key, newest first."""
+        """Sessions of a client, newest first."""
         rows = self._db.execute("SELECT id FROM sessions WHERE owner = ? ORDER BY created DESC", (owner,))
         return [str(row[0]) for row in rows]
+
+    def open_models(self, owner: str) -> int:
+        """Number of models of a client that are not unloaded."""
+        query = "SELECT count(*) FROM models JOIN sessions ON sessions.id = session WHERE owner = ? AND closed = 0"
+        return int(self._db.execute(query, (owner,)).fetchone()[0])
 
     def add_model(self, id_: str, session: str, base: str, adapter: str | None, folder: str, optimizer: bool) -> None:
         """Adds a model that starts from its base, or from the state in a folder; a second call changes nothing."""
@@ -183,19 +217,41 @@ class Store:
         row = self._db.execute("SELECT * FROM samplers WHERE id = ?", (id_,)).fetchone()
         return None if row is None else Sampler(*row)
 
+    def loose(self, session: str) -> list[str]:
+        """Folders of a session's samplers that no checkpoint names, oldest first."""
+        query = (
+            "SELECT folder FROM samplers WHERE session = ? AND folder != '' AND folder NOT IN "
+            "(SELECT folder FROM checkpoints) GROUP BY folder ORDER BY max(rowid)"
+        )
+        return [str(row[0]) for row in self._db.execute(query, (session,))]
+
+    def sessions_of(self, folder: str) -> list[str]:
+        """Sessions with a sampler of the weights in a folder."""
+        rows = self._db.execute("SELECT DISTINCT session FROM samplers WHERE folder = ?", (folder,))
+        return [str(row[0]) for row in rows]
+
     def samplers(self, session: str) -> list[Sampler]:
         """Samplers of a session, oldest first."""
         rows = self._db.execute("SELECT * FROM samplers WHERE session = ? ORDER BY rowid", (session,))
         return [Sampler(*row) for row in rows]
 
     def add_request(self, id_: str, target: str, kind: str, body: bytes) -> tuple[StoredRequest, bool]:
-        """Request of an id, and whether it is new: a client that asks twice gets the first one's future."""
+        """Request of an id, and whether it is new: a client that asks twice gets the first one's future.
+
+        Raises `RequestRefused` when the id was another request's.
+        """
+        digest = hashlib.blake2b(kind.encode() + b"\0" + body, digest_size=16).digest()
         new = self._db.execute(
-            "INSERT OR IGNORE INTO requests (id, target, kind, body, created) VALUES (?, ?, ?, ?, ?)",
-            (id_, target, kind, body, time.time()),
+            "INSERT OR IGNORE INTO requests (id, target, kind, body, created, digest) VALUES (?, ?, ?, ?, ?, ?)",
+            (id_, target, kind, body, time.time(), digest),
         ).rowcount
         request = self.request(id_)
         assert request is not None
+        if not new and (request.kind != kind or request.digest not in (None, digest)):
+            last = id_.rpartition("/")[2]
+            raise RequestRefused(
+                f"seq_id: {last} was another request, {request.kind}; number the requests of a model, each once"
+            )
         return request, bool(new)
 
     def request(self, id_: str) -> StoredRequest | None:
@@ -211,7 +267,7 @@ class Store:
         return list(self._requests("state = 'pending'", ()))
 
     def _requests(self, where: str, values: tuple[str | int, ...]) -> Iterator[StoredRequest]:
-        columns = "number, id, target, kind, body, state, result"
+        columns = "number, id, target, kind, body, state, result, digest"
         with closing(self._db.execute(f"SELECT {columns} FROM requests WHERE {where} ORDER BY number", values)) as rows:
             for row in rows:
                 yield StoredRequest(*row)
@@ -222,9 +278,11 @@ class Store:
         body = "CASE kind WHEN 'sample' THEN x'' ELSE body END"  # what training asked is needed to repeat it
         self._db.execute(f"UPDATE requests SET state = ?, result = ?, body = {body} WHERE id = ?", (state, result, id_))
 
-    def add_checkpoint(self, checkpoint: SavedWeights) -> None:
-        """Adds a checkpoint, in place of one with the same path."""
+    def add_checkpoint(self, checkpoint: SavedWeights) -> str:
+        """Adds a checkpoint, in place of one with the same path, whose folder it returns; empty without one."""
+        before = self._db.execute("SELECT folder FROM checkpoints WHERE path = ?", (checkpoint.path,)).fetchone()
         self._db.execute("INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(checkpoint))
+        return "" if before is None else str(before[0])
 
     def checkpoint(self, path: str) -> SavedWeights | None:
         """Checkpoint of a path; None also when its time is over."""

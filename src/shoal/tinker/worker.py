@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
+from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from shoal import wire
@@ -17,7 +18,7 @@ from shoal.model.loading import resolve_device
 from shoal.net.process import die_with_parent, serve
 from shoal.tinker import messages as m
 from shoal.tinker.data import data_of, output_of, settings_in
-from shoal.tinker.losses import check_inputs, settings_of
+from shoal.tinker.losses import LOSSES, check_inputs, finite, settings_of
 from shoal.tinker.models import GradientJob, TrainedModels
 
 
@@ -44,7 +45,7 @@ def _answer(models: TrainedModels, frame: bytes, work: Path) -> Iterable[bytes]:
         answer: m.Answer = carried_out(models, m.with_folder(m.request_from(frame), lambda name: work / name))
     except ShoalError as error:
         answer = m.Failed(str(error), True)
-    except (RuntimeError, ValueError, OSError, MemoryError) as error:
+    except Exception as error:  # of this request: raised here, it would end the trainer of all
         traceback.print_exception(error, file=sys.stderr)  # our own bug: the log keeps where
         answer = m.Failed(f"{type(error).__name__}: {error}", False)
     yield wire.encode(answer)
@@ -56,7 +57,11 @@ def carried_out(models: TrainedModels, request: m.Request) -> m.CarriedOut:
         case m.Open():
             models.open(request.model_id, request.base, request.adapter)
             if request.folder:
-                models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
+                try:
+                    models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
+                except BaseException:
+                    models.close(request.model_id)
+                    raise
         case m.Close():
             models.close(request.model_id)
             return m.CarriedOut()
@@ -80,6 +85,8 @@ def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Carrie
     for body in bodies:
         try:
             jobs.append(_job(models, pb.ForwardBackwardRequest.FromString(body)))
+        except DecodeError as error:
+            jobs.append(m.Failed(f"body: expected a ForwardBackwardRequest: {error}", True))
         except RequestRefused as error:
             jobs.append(m.Failed(str(error), True))
     right = [job for job in jobs if isinstance(job, GradientJob)]
@@ -98,16 +105,17 @@ def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Carrie
 def _job(models: TrainedModels, message: pb.ForwardBackwardRequest) -> GradientJob:
     """Checked job of a request. Raises `RequestRefused`, naming what is wrong."""
     given = settings_in(message)
-    most = given.pop("max_staleness", None)
+    most = finite("loss_fn_config.max_staleness", given.pop("max_staleness", sys.float_info.max))
     settings = settings_of(message.loss_fn, given)
-    data = data_of(message, models.vocabulary(message.model_id))
+    vocabulary, longest = models.bounds(message.model_id)
+    data = data_of(message, vocabulary, longest, LOSSES[message.loss_fn][1])
     version = models.steps(message.model_id)
     for number, datum in enumerate(data):
         check_inputs(message.loss_fn, datum.targets, datum.inputs)
         oldest = datum.oldest()
-        if most is not None and oldest is not None and version - oldest > float(most):
+        if oldest is not None and version - oldest > most:
             raise RequestRefused(
-                f"data[{number}].versions: expected at most {most} steps before version {version}, got {oldest}"
+                f"data[{number}].versions: expected at most {most:g} steps before version {version}, got {oldest}"
             )
     return GradientJob(message.model_id, data, message.loss_fn, settings, not message.forward_only)
 

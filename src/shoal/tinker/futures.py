@@ -1,0 +1,64 @@
+"""Futures of stored requests: results that clients wait for, and errors that are a request's own."""
+
+import asyncio
+import sys
+import traceback
+from typing import TypeVar
+
+import msgspec
+
+from shoal.errors import RequestRefused, ShoalError
+from shoal.net.server import Refused
+from shoal.tinker.store import Store, StoredRequest
+
+T = TypeVar("T")
+
+
+class Futures:
+    """Results of requests, durable before anybody hears of them."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._resolved: dict[str, asyncio.Event] = {}
+
+    async def result(self, id_: str, timeout_s: float) -> StoredRequest | None:
+        """A request with its result, or still pending after the timeout; None for an id that nobody submitted."""
+        request = self._store.request(id_)
+        if request is not None and request.state == "pending":
+            event = self._resolved.setdefault(id_, asyncio.Event())
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await event.wait()
+            except TimeoutError:
+                return request
+            request = self._store.request(id_)
+        return request
+
+    def resolve(self, request: StoredRequest, result: bytes | Exception) -> None:
+        """Ends a request with its result, or with what it raised; a model whose creation failed is closed."""
+        if isinstance(result, bytes):
+            self._store.resolve(request.id, result)
+        else:
+            why = str(result)
+            if not isinstance(result, ShoalError):
+                traceback.print_exception(result, file=sys.stderr)  # our own bug: the log keeps where
+                why = f"{type(result).__name__}: {result}"
+            category = "user" if isinstance(result, RequestRefused | Refused) else "server"
+            with self._store.together():
+                failure = msgspec.json.encode({"error": why, "category": category})
+                self._store.resolve(request.id, failure, failed=True)
+                if request.kind == "create":
+                    self._store.close_model(request.target)
+        self.set(request.id)
+
+    def set(self, id_: str) -> None:
+        """Wakes those who wait for a request whose result is stored."""
+        self._resolved.pop(id_, asyncio.Event()).set()
+
+
+def stored(request: StoredRequest, kind: type[T]) -> T:
+    """Stored body of a request. Raises `RequestRefused` for one that an earlier release took and this one does not."""
+    try:
+        return msgspec.json.decode(request.body, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise RequestRefused(f"{request.kind}: the stored request cannot be read: {error}") from None

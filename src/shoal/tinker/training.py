@@ -1,0 +1,322 @@
+"""Training requests of the Tinker server: each model's in order, and recovery after any end.
+
+A model's state is its last state on disk and the requests since. When the trainer process or the server ends, both are
+taken up again: gradients and optimizer steps after the state on disk are computed anew, each once, and results that
+clients were given stay as they are. A model that cannot be taken up fails its own requests.
+"""
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import ChildDied, EngineError, RequestRefused
+from shoal.tinker import messages as m
+from shoal.tinker.futures import Futures, stored
+from shoal.tinker.requests import head
+from shoal.tinker.store import Sampler, SavedWeights, Store, StoredModel, StoredRequest
+from shoal.tinker.trainer import ModelsTrainer, Trainers, carried_out
+
+STATE_SHARE = 0.05
+"""Share of the time that writing states may take; restarting takes longer when it is written less often."""
+MOST_UNNAMED = 4
+"""Sampler weights of one session that no path names and that stay on disk; older ones are removed."""
+MOST_TOGETHER, MOST_TOGETHER_BYTES = 8, 24 << 20
+"""Models whose gradients are computed together, and bytes of their requests unless one alone has more."""
+MOST_DEATHS = 4
+"""Trainers that may end at the taking up of one model before it is left out."""
+SAVES = ("save", "save_for_sampler")
+"""Requests that change nothing in the trainer."""
+OnStep = Callable[[str, int, Mapping[str, float]], None]
+
+
+class Saving(msgspec.Struct):
+    """Stored body of a request that saves weights."""
+
+    path: str = ""
+    sampler_id: str | None = None
+    ttl_seconds: int | None = None
+
+
+class Load(msgspec.Struct):
+    """Stored body of a request that loads a checkpoint; the path is what the client asked for."""
+
+    path: str
+    folder: str
+    optimizer: bool
+
+
+class Training:
+    """Queues of the models' requests, and the trainer that carries them out."""
+
+    def __init__(
+        self, store: Store, folder: Path, trainers: Trainers, futures: Futures, on_step: OnStep | None
+    ) -> None:
+        self._store, self._folder, self._trainers = store, folder, trainers
+        self._futures, self._on_step = futures, on_step
+        self._queues: dict[str, deque[StoredRequest]] = {}
+        self._arrived = asyncio.Event()
+        self._sums: dict[str, dict[str, float]] = {}  # of the gradients that the next step of a model takes
+        self._lost: dict[str, str] = {}  # models that could not be taken up, and why
+        self._written: dict[str, tuple[float, float]] = {}  # model: when its state was written, and how long it took
+        self._trainer: ModelsTrainer | None = None
+        self._stack = contextlib.AsyncExitStack()
+
+    def add(self, request: StoredRequest) -> None:
+        """Takes a request that is stored."""
+        self._queues.setdefault(request.target, deque()).append(request)
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Carries out the requests, each model's in order; gradients of several models together."""
+        async with self._stack:
+            await self._start_trainer()
+            while True:
+                await self._next()
+
+    async def _next(self) -> None:
+        """Carries out the next requests."""
+        heads = sorted((queue[0] for queue in self._queues.values()), key=lambda request: request.number)
+        if not heads:
+            self._arrived.clear()
+            await self._arrived.wait()
+            return
+        batch = heads[:1]
+        if batch[0].kind == "forward_backward":
+            together = [r for r in heads if r.kind == "forward_backward"][:MOST_TOGETHER]
+            sizes = accumulate(len(request.body) for request in together)
+            batch = [r for r, size in zip(together, sizes, strict=True) if r is batch[0] or size < MOST_TOGETHER_BYTES]
+        await self._trained(batch)
+        for request in batch:
+            queue = self._queues[request.target]
+            queue.popleft()
+            if not queue:
+                del self._queues[request.target]
+
+    async def _trained(self, batch: Sequence[StoredRequest]) -> None:
+        """Carries out requests together; alone and on a new trainer when that fails for another reason than theirs."""
+        try:
+            await self._attempt([request for request in batch if self._is_due(request)])
+        except Exception as error:  # of these requests: raised here, it would end the service of all
+            if batch[0].kind in SAVES and not isinstance(error, ChildDied):
+                self._futures.resolve(batch[0], error)
+                return
+            await self._start_trainer()  # what half of a request has done ends with its trainer
+            for request in batch:
+                try:
+                    await self._attempt([request] if self._is_due(request) else [])
+                except Exception as error:
+                    self._futures.resolve(request, error)
+                    await self._start_trainer()
+
+    def _is_due(self, request: StoredRequest) -> bool:
+        """Whether a request is still to be carried out; that of a lost model fails here."""
+        now = self._store.request(request.id)
+        if now is None or now.state != "pending":
+            return False
+        why = self._lost.get(request.target)
+        if why is None or request.kind == "unload":
+            return True
+        words = f"model_id: {request.target} cannot be taken up: {why}; load one of its checkpoints"
+        self._futures.resolve(request, EngineError(words))
+        return False
+
+    async def _attempt(self, batch: Sequence[StoredRequest]) -> None:
+        if not batch:
+            return
+        if batch[0].kind == "forward_backward":
+            done = await self._ask(m.ForwardBackward(tuple(request.body for request in batch)))
+            for request, part in zip(batch, done.parts, strict=True):
+                if isinstance(part, m.CarriedOut):
+                    sums = self._sums.setdefault(request.target, {})
+                    sums.update({name: sums.get(name, 0.0) + value for name, value in part.metrics.items()})
+                self._futures.resolve(request, RequestRefused(part.reason) if isinstance(part, m.Failed) else part.body)
+            return
+        (request,) = batch
+        model = self._store.model(request.target)
+        assert model is not None
+        try:
+            result, state = await self._carried_out(model, request)
+        except RequestRefused as error:
+            self._futures.resolve(request, error)
+            return
+        with self._store.together():  # a request whose result is known is in the state, or follows it
+            if state is not None:
+                self._store.set_state(model.id, str(state), request.number)
+            self._store.resolve(request.id, result)
+        self._futures.set(request.id)
+        if state is not None and model.folder.startswith(str(state.parent)):
+            await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
+
+    async def _carried_out(self, model: StoredModel, request: StoredRequest) -> tuple[bytes, Path | None]:
+        """Carries out one request in the trainer process; its result, and the folder of the state that contains it."""
+        match request.kind:
+            case "create":
+                await self._check_there(model.folder)
+                await self._ask(_opened(model))
+                kind = "load_weights" if model.folder else "create_model"
+                state = await self._state(model.id, request.number) if model.folder else None
+                return msgspec.json.encode({"model_id": model.id, "type": kind}), state
+            case "unload":
+                await self._ask(m.Close(model.id))
+                self._store.close_model(model.id)
+                await asyncio.to_thread(shutil.rmtree, self._folder / "states" / model.id, ignore_errors=True)
+                return msgspec.json.encode({"model_id": model.id, "type": "unload_model"}), None
+            case "optim_step":
+                done = await self._ask(m.OptimStep(model.id, stored(request, m.Adam)))
+                if self._on_step is not None:
+                    norm, lr = done.metrics["unclipped_grad_l2:mean"], done.metrics["learning_rate"]
+                    self._on_step(model.id, done.version, {"grad_norm": norm, "lr": lr, **self._sums.pop(model.id, {})})
+                at, took = self._written.get(model.id, (0.0, 0.0))
+                due = time.monotonic() - at >= took / STATE_SHARE
+                return msgspec.json.encode({"metrics": done.metrics}), await self._state(
+                    model.id, request.number
+                ) if due else None
+            case "load":
+                loaded = stored(request, Load)
+                await self._check_there(loaded.folder)
+                await self._ask(m.Load(model.id, loaded.folder, loaded.optimizer))
+                result = msgspec.json.encode({"path": loaded.path, "model_id": model.id, "type": "load_weights"})
+                return result, await self._state(model.id, request.number)
+            case _:
+                return await self._saved(model, request), None
+
+    async def _saved(self, model: StoredModel, request: StoredRequest) -> bytes:
+        """Saves weights: a state to train on from, named sampler weights, or unnamed ones with their sampler."""
+        given = stored(request, Saving)
+        served = request.kind == "save_for_sampler"
+        folder = self._folder / "weights" / model.id / str(request.number)
+        if given.sampler_id is not None:
+            taken = self._store.sampler(given.sampler_id)
+            if taken is not None and taken.folder != str(folder):
+                raise RequestRefused(f"sampling_session_seq_id: {given.sampler_id} exists; give each sampler a number")
+        done = await self._written_to(folder, m.Save(model.id, "", served))
+        if given.sampler_id is not None:
+            sampler = Sampler(given.sampler_id, model.session, model.base, "", str(folder), done.version)
+            self._store.add_sampler(sampler)
+            await self._remove_loose(model.session)
+            return msgspec.json.encode({"sampling_session_id": given.sampler_id, "type": "save_weights_for_sampler"})
+        size = await asyncio.to_thread(lambda: sum(file.stat().st_size for file in folder.iterdir()))
+        kind = "sampler" if served else "training"
+        now = time.time()
+        expires = None if given.ttl_seconds is None else now + given.ttl_seconds
+        before = self._store.add_checkpoint(
+            SavedWeights(given.path, model.id, kind, str(folder), now, size, done.version, expires)
+        )
+        if before not in ("", str(folder)):
+            sessions = self._store.sessions_of(before)
+            for session in sessions:
+                await self._remove_loose(session)
+            if not sessions:
+                await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+        return msgspec.json.encode(
+            {"path": given.path, "type": "save_weights_for_sampler" if served else "save_weights"}
+        )
+
+    async def _written_to(self, folder: Path, save: m.Save) -> m.CarriedOut:
+        """Has the trainer write a new folder, which is there whole or not at all."""
+        unfinished = folder.with_name(f"{folder.name}.unfinished")
+        await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
+        await asyncio.to_thread(unfinished.mkdir, parents=True)
+        try:
+            done = await self._ask(msgspec.structs.replace(save, folder=str(unfinished)))
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(unfinished.rename, folder)
+        finally:
+            await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
+        return done
+
+    async def _check_there(self, folder: str) -> None:
+        if folder and not await asyncio.to_thread(Path(folder).is_dir):
+            raise RequestRefused("path: the checkpoint was removed, or saved anew, after this request was sent")
+
+    async def _remove_loose(self, session: str) -> None:
+        """Removes sampler weights that no path names, but those of each session's newest samplers."""
+        for folder in self._store.loose(session)[:-MOST_UNNAMED]:
+            others = self._store.sessions_of(folder)
+            if all(folder not in self._store.loose(other)[-MOST_UNNAMED:] for other in others):
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def _state(self, model: str, number: int) -> Path:
+        """Writes the state that contains every request up to `number`, which must be an optimizer step or a load."""
+        began = time.monotonic()
+        folder = self._folder / "states" / model / str(number)
+        await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
+        await self._ask(m.Save(model, str(folder)))
+        self._written[model] = time.monotonic(), time.monotonic() - began
+        return folder
+
+    async def _start_trainer(self) -> None:
+        """Takes a new trainer, and brings every model to where it was; one that ends trainers is left out."""
+        self._lost.clear()
+        deaths = Counter[str]()
+        while True:
+            await self._stack.aclose()
+            self._trainer = await self._stack.enter_async_context(self._trainers())
+            taken = ""
+            try:
+                await self._ask(m.ForwardBackward(()))  # a trainer that cannot start is no model's fault
+                for model in self._store.models():
+                    taken = model.id
+                    if not model.closed and taken not in self._lost:
+                        await self._taken_up(model)
+            except ChildDied as error:
+                deaths[taken] += 1
+                if taken and deaths[taken] == MOST_DEATHS:
+                    self._lost[taken] = str(error)
+                elif not taken and not self._trainer.replaced:
+                    raise
+            else:
+                return
+
+    async def _taken_up(self, model: StoredModel) -> None:
+        """Takes a model up, or keeps why it cannot be; raises `ChildDied`."""
+        try:
+            await self._take_up(model)
+        except ChildDied:
+            raise
+        except Exception as error:  # of one model: raised here, it would end the service of all
+            self._lost[model.id] = f"{type(error).__name__}: {error}"
+            await self._ask(m.Close(model.id))
+
+    async def _take_up(self, model: StoredModel) -> None:
+        """Opens a model from its state on disk, and repeats what it was asked since."""
+        requests = self._store.requests(model.id)
+        if not requests or requests[0].state != "done":
+            return
+        await self._ask(_opened(model))
+        gradients: list[StoredRequest] = []
+        for request in requests[1:]:
+            if request.state == "pending":
+                break
+            if request.number <= model.state_at:
+                continue
+            if request.kind == "forward_backward" and request.state == "done" and not head(request.body).forward_only:
+                gradients.append(request)
+            elif request.kind == "optim_step":
+                if request.state == "done":
+                    await self._add(gradients)
+                    await self._ask(m.OptimStep(model.id, stored(request, m.Adam)))
+                gradients = []  # a step that was refused cleared the gradient
+        await self._add(gradients)
+
+    async def _add(self, gradients: Sequence[StoredRequest]) -> None:
+        for request in gradients:
+            (part,) = (await self._ask(m.ForwardBackward((request.body,)))).parts
+            if isinstance(part, m.Failed):
+                raise RequestRefused(part.reason)
+
+    async def _ask(self, request: m.Request) -> m.CarriedOut:
+        assert self._trainer is not None
+        return await carried_out(self._trainer, request)
+
+
+def _opened(model: StoredModel) -> m.Open:
+    adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=m.Adapter)
+    return m.Open(model.id, model.base, adapter, model.folder, model.optimizer)
