@@ -26,7 +26,7 @@ from shoal.tinker.requests import read
 from shoal.tinker.sampling import checked
 from shoal.tinker.service import TinkerService, new_id
 from shoal.tinker.store import Sampler, SavedWeights, StoredModel, owner_of
-from shoal.tinker.training import Load, Saving
+from shoal.tinker.training import LoadBody, Saving
 
 POLL_S = 30.0
 PROTO = "application/x-protobuf"
@@ -176,7 +176,7 @@ class TinkerApp:
         return self._promise(model.id, message.seq_id, "forward_backward", data)
 
     async def _optim_step(self, http: Http, owner: str) -> Response:
-        request = await read(http, r.OptimStep)
+        request = await read(http, r.OptimStepBody)
         model = self._model_of(request.model_id, owner)
         return self._promise(model.id, request.seq_id, "optim_step", msgspec.json.encode(request.adam()))
 
@@ -217,7 +217,7 @@ class TinkerApp:
         model = self._model_of(request.model_id, owner)
         if model.base != source.base:
             raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected weights on {model.base!r}, got {source.base!r}")
-        stored = Load(request.path, checkpoint.folder, request.optimizer)
+        stored = LoadBody(request.path, checkpoint.folder, request.optimizer)
         return self._promise(model.id, request.seq_id, "load", msgspec.json.encode(stored))
 
     async def _create_sampler(self, http: Http, owner: str) -> Response:
@@ -248,7 +248,7 @@ class TinkerApp:
 
     async def _sample(self, http: Http, owner: str) -> Response:
         data = await body(http, r.MOST_SAMPLE_BYTES)
-        request = decoded(data, r.Sample)
+        request = decoded(data, r.SampleBody)
         checked(request)
         sampler = self._sampler_of(request.sampling_session_id, owner)
         request_id = self._service.submit(f"{sampler.id}/{request.seq_id}", sampler.id, "sample", data)

@@ -4,6 +4,7 @@ N is the number of tokens of a datum and K the number of targets at each positio
 """
 
 import math
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,9 @@ def _tensor(name: str, tensor: pb.Tensor, rows: int, room: int) -> Tensor:
                 for data in (csr.crow_indices, csr.col_indices)
             )
             cells = torch.from_numpy(_numbers(name, csr.values, kind).copy())
-            values = torch.sparse_csr_tensor(crow, columns, cells, shape, check_invariants=True).to_dense()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch calls its sparse rows a beta
+                values = torch.sparse_csr_tensor(crow, columns, cells, shape, check_invariants=True).to_dense()
     except (ValueError, RuntimeError) as error:
         raise RequestRefused(f"{name}: expected a tensor of shape {list(shape)}: {error}") from None
     if not bool(values.isfinite().all()):

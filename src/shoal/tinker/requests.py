@@ -80,7 +80,7 @@ class Lora(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     train_attn: bool = True
 
 
-class Optimizer(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+class OptimizerBody(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """Optimizer of a model."""
 
     type: Literal["adamw"] = "adamw"
@@ -93,7 +93,7 @@ class CreateModel(_Body, tag="create_model", kw_only=True):
     model_seq_id: Number
     base_model: str
     lora_config: Lora | None = None
-    optimizer_config: Optimizer = Optimizer()
+    optimizer_config: OptimizerBody = OptimizerBody()
 
 
 class OfModel(_Untyped, kw_only=True):
@@ -103,7 +103,7 @@ class OfModel(_Untyped, kw_only=True):
     type: Literal["unload_model", "get_info"] | None = None
 
 
-class OptimStep(_Body, tag="optim_step", kw_only=True):
+class OptimStepBody(_Body, tag="optim_step", kw_only=True):
     """Body of `optim_step`; the package names the settings in three ways."""
 
     model_id: Id
@@ -151,7 +151,7 @@ class LoadWeights(_Body, tag="load_weights", kw_only=True):
     session_id: Id | None = None
     model_seq_id: Number | None = None
     base_model: str | None = None
-    optimizer_config: Optimizer | None = None
+    optimizer_config: OptimizerBody | None = None
     weights_access_token: Raw = Raw()
 
 
@@ -183,19 +183,19 @@ class SetTtl(_Untyped, kw_only=True):
     ttl_seconds: Ttl | None = None
 
 
-class Chunk(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="encoded_text", gc=False):
+class TextChunk(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="encoded_text", gc=False):
     """Tokens; chunks of images and audio are refused by their type."""
 
     tokens: list[Number]
 
 
-class Prompt(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class PromptBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Chunks of text, one after another."""
 
-    chunks: Annotated[list[Chunk], Meta(max_length=MOST_CHUNKS)]
+    chunks: Annotated[list[TextChunk], Meta(max_length=MOST_CHUNKS)]
 
 
-class SamplingParams(msgspec.Struct, forbid_unknown_fields=True, gc=False):
+class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     """Parameters of sampling; `stop` is a text, texts, or token ids."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
@@ -222,11 +222,11 @@ class ListedTokens(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     sparse_col_indices: list[Number] | None = None
 
 
-class Sample(_Body, tag="sample", kw_only=True):
+class SampleBody(_Body, tag="sample", kw_only=True):
     """Body of `asample`."""
 
-    prompt: Prompt
-    sampling_params: SamplingParams
+    prompt: PromptBody
+    sampling_params: SamplingBody
     sampling_session_id: Id
     seq_id: Number
     num_samples: Annotated[int, Meta(ge=1, le=MOST_SAMPLES)] = 1

@@ -11,7 +11,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from shoal.engine.protocol import ScoreResponse
 from shoal.errors import RequestRefused
 from shoal.model.chat_template import ChatRenderer
-from shoal.tinker.requests import MOST_RANKED_CELLS, ListedTokens, Sample, SamplingParams
+from shoal.tinker.requests import MOST_RANKED_CELLS, ListedTokens, SampleBody, SamplingBody
 from shoal.tinker.samplers import ServedWeights
 from shoal.types import Completion, FinishReason, Sampling
 
@@ -19,7 +19,7 @@ DEFAULT_MAX_TOKENS = 512
 NAN, EMPTY = float("nan"), -99999.0
 
 
-def checked(request: Sample) -> list[int]:
+def checked(request: SampleBody) -> list[int]:
     """Prompt of a request that is right as far as no engine is asked. Raises `RequestRefused`, naming the field."""
     if request.prompt_alt_tokens_k:
         raise RequestRefused("prompt_alt_tokens_k: not supported")
@@ -37,7 +37,7 @@ def checked(request: Sample) -> list[int]:
     return prompt
 
 
-async def sample(engine: ServedWeights, renderer: ChatRenderer, request: Sample) -> bytes:
+async def sample(engine: ServedWeights, renderer: ChatRenderer, request: SampleBody) -> bytes:
     """Samples the request's completions; a SampleResponse. Raises `RequestRefused`, naming the field."""
     prompt = checked(request)
     longest = engine.longest
@@ -63,7 +63,7 @@ async def sample(engine: ServedWeights, renderer: ChatRenderer, request: Sample)
 
 
 async def _score_prompt(
-    engine: ServedWeights, request: Sample, prompt: Sequence[int], message: pb.SampleResponse
+    engine: ServedWeights, request: SampleBody, prompt: Sequence[int], message: pb.SampleResponse
 ) -> None:
     """Adds what the request wants to know about the prompt's tokens."""
     most, target = request.topk_prompt_logprobs, request.target_prompt_logprobs
@@ -156,7 +156,7 @@ def cut(completion: Completion, strings: Sequence[str], renderer: ChatRenderer) 
     )
 
 
-def _sampling(given: SamplingParams, stop_token_ids: tuple[int, ...], room: int) -> Sampling:
+def _sampling(given: SamplingBody, stop_token_ids: tuple[int, ...], room: int) -> Sampling:
     try:
         return Sampling(
             max_tokens=min(given.max_tokens or DEFAULT_MAX_TOKENS, room),

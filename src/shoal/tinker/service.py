@@ -19,7 +19,7 @@ from typing import Self
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.renderer_loading import load_renderer
 from shoal.tinker.futures import Futures, stored
-from shoal.tinker.requests import MOST_SAMPLES, Sample
+from shoal.tinker.requests import MOST_SAMPLES, SampleBody
 from shoal.tinker.samplers import NumberedWeights, Samplers
 from shoal.tinker.sampling import sample
 from shoal.tinker.store import KEPT_S, SavedWeights, Store, StoredRequest
@@ -118,7 +118,7 @@ class TinkerService:
             self.futures.resolve(request, error)
 
     async def _sampled(self, request: StoredRequest) -> bytes:
-        wanted = stored(request, Sample)
+        wanted = stored(request, SampleBody)
         sampler = self.store.sampler(request.target)
         assert sampler is not None
         if sampler.base not in self.renderers:

@@ -44,7 +44,7 @@ class Saving(msgspec.Struct):
     ttl_seconds: int | None = None
 
 
-class Load(msgspec.Struct):
+class LoadBody(msgspec.Struct):
     """Stored body of a request that loads a checkpoint; the path is what the client asked for."""
 
     path: str
@@ -179,7 +179,7 @@ class Training:
                     model.id, request.number
                 ) if due else None
             case "load":
-                loaded = stored(request, Load)
+                loaded = stored(request, LoadBody)
                 await self._check_there(loaded.folder)
                 await self._ask(m.Load(model.id, loaded.folder, loaded.optimizer))
                 result = msgspec.json.encode({"path": loaded.path, "model_id": model.id, "type": "load_weights"})
