@@ -3,7 +3,6 @@
 N is the number of target tokens and K the number of targets of one position; K is absent for one target.
 """
 
-import math
 from collections.abc import Callable, Mapping
 
 import torch
@@ -13,6 +12,7 @@ from shoal.errors import RequestRefused
 
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, float]
+MOST_FLOAT = torch.finfo(torch.float32).max
 WITHOUT_DEFINITION = ("stable_reinforce", "custom")
 """Names in the package's list whose definition is not published."""
 
@@ -87,9 +87,9 @@ def settings_of(name: str, given: Mapping[str, float | str]) -> Settings:
 
 
 def finite(name: str, value: float | str) -> float:
-    """The number that a setting is. Raises `RequestRefused` for text, NaN and infinities."""
-    if isinstance(value, str) or not math.isfinite(value):
-        raise RequestRefused(f"{name}: expected a finite number, got {value!r}")
+    """The number that a setting is. Raises `RequestRefused` for text, NaN, and what float32 does not hold."""
+    if isinstance(value, str) or not abs(value) <= MOST_FLOAT:
+        raise RequestRefused(f"{name}: expected a finite number up to {MOST_FLOAT:g}, got {value!r}")
     return value
 
 

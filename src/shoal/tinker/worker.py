@@ -18,7 +18,7 @@ from shoal.model.loading import resolve_device
 from shoal.net.process import die_with_parent, serve
 from shoal.tinker import messages as m
 from shoal.tinker.data import data_of, output_of, settings_in
-from shoal.tinker.losses import LOSSES, check_inputs, finite, settings_of
+from shoal.tinker.losses import LOSSES, MOST_FLOAT, check_inputs, finite, settings_of
 from shoal.tinker.models import GradientJob, TrainedModels
 
 
@@ -105,7 +105,7 @@ def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.Carrie
 def _job(models: TrainedModels, message: pb.ForwardBackwardRequest) -> GradientJob:
     """Checked job of a request. Raises `RequestRefused`, naming what is wrong."""
     given = settings_in(message)
-    most = finite("loss_fn_config.max_staleness", given.pop("max_staleness", sys.float_info.max))
+    most = finite("loss_fn_config.max_staleness", given.pop("max_staleness", MOST_FLOAT))
     settings = settings_of(message.loss_fn, given)
     vocabulary, longest = models.bounds(message.model_id)
     data = data_of(message, vocabulary, longest, LOSSES[message.loss_fn][1])
