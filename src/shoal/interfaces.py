@@ -135,6 +135,8 @@ class Environment:
 
     name: str
     """Unique within a run."""
+    notes: Sequence[str] = ()
+    """Sentences about questions that are left out."""
 
     @property
     def converses(self) -> bool:

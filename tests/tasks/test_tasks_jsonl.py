@@ -11,6 +11,7 @@ from shoal.config import TaskConfig
 from shoal.errors import TaskError
 from shoal.tasks.holdout import halves_of
 from shoal.tasks.jsonl import JsonlService
+from shoal.tasks.library import Library
 from shoal.types import Json, Message, Role, Split
 
 
@@ -154,3 +155,41 @@ def test_numbers_are_answers_and_other_columns_reach_reward_functions(tmp_path: 
 def test_a_rewrite_that_cannot_work_is_refused(tmp_path: Path, rewrite: list[tuple[str, str]]) -> None:
     with pytest.raises(TaskError, match=r"quiz: rewrite\.0"):
         service(written(tmp_path, numbered(30)), rewrite=rewrite)
+
+
+@given(
+    share=st.floats(0.05, 0.5),
+    more=st.floats(0.0, 0.4),
+    system=st.sampled_from(["", "Be brief."]),
+    rewrite=st.booleans(),
+    spaced=st.booleans(),
+)
+def test_no_setting_trains_on_a_question_that_was_held_out(
+    share: float, more: float, system: str, rewrite: bool, spaced: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("split")
+    plain = service(written(folder, numbered(60)), eval_share=share)
+    held = {task.answer for task in plain.tasks(Split.EVAL)}
+    rows: list[Json] = [
+        {"prompt": f"\tquestion  {n}?\n" if spaced else f"Question {n}?", "answer": str(n)} for n in range(60)
+    ]
+    other = service(
+        written(folder, rows),
+        eval_share=share + more,
+        system_prompt=system,
+        rewrite=[("(?i)question", "Q")] if rewrite else [],
+    )
+    assert held <= {task.answer for task in other.tasks(Split.EVAL)}
+
+
+def test_tasks_of_a_run_share_one_split(tmp_path: Path) -> None:
+    (tmp_path / "few").mkdir()
+    many, few = written(tmp_path, numbered(100)), written(tmp_path / "few", numbered(3))
+    tables = [
+        TaskConfig(name=name, service="jsonl", path=str(path), eval_share=share)
+        for name, path, share in (("many", many, 0.1), ("few", few, 0.4))
+    ]
+    with Library(tables, 0) as library:
+        halves = {split: {library.draw(split, index).answer for index in range(400)} for split in Split}
+    assert not halves[Split.TRAIN] & halves[Split.EVAL]
+    assert len(halves[Split.EVAL]) > 25

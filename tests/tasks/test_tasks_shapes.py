@@ -93,10 +93,15 @@ def test_an_assertion_becomes_a_call_where_json_carries_its_values(assertion: st
     assert assertion_test(assertion, "x = 1") == test
 
 
+@pytest.mark.parametrize("value", ["True", "1", "[True]", "0"])
+def test_a_value_that_python_takes_for_a_truth_stays_an_assertion(value: str) -> None:
+    assert assertion_test(f"assert f(1) == {value}") == {"code": f"assert f(1) == {value}"}
+
+
 @pytest.mark.parametrize(
     ("row", "complaint"),
     [
-        ({"question": "q", "answer": 3}, ":1: answer: expected text, got 3"),
+        ({"question": "q", "answer": [3]}, r":1: answer: expected text, got \[3\]"),
         ({"problem": "p", "solution": ""}, ":1: solution: expected text"),
         ({"text": "t", "test_list": "assert f() == 1"}, ":1: test_list: expected a list"),
         ({"text": "t", "test_list": ["assert ("]}, ":1: test_list: expected assertions"),
@@ -150,3 +155,28 @@ def test_the_solutions_of_the_sample_questions_are_right_and_others_wrong(name: 
             (RewardStatus.SCORED, 1.0),
             (RewardStatus.SCORED, 0.0),
         ], rewards
+
+
+def test_every_column_that_is_not_converted_reaches_the_reward(tmp_path: Path) -> None:
+    for row in (GSM8K, MATH, MBPP, APPS, {"question": "Which?", "answer": 2}):
+        assert isinstance(row, dict)
+        info = json.loads(one(tmp_path / "rows.jsonl", {**row, "options": ["a", "b"], "source": "quiz"}).info)
+        assert (info["options"], info["source"]) == (["a", "b"], "quiz")
+
+
+def test_a_number_is_an_answer_under_every_format(tmp_path: Path) -> None:
+    rows: list[Json] = [{name: "q", "answer": value} for name in ("question", "problem") for value in (3, 2.5)]
+    assert [one(tmp_path / "rows.jsonl", row).answer for row in rows] == ["3", "2.5"] * 2
+
+
+@pytest.mark.parametrize("empty", ["", None, "{}", {"inputs": [], "outputs": []}])
+def test_a_question_without_tests_is_left_out_and_counted(tmp_path: Path, empty: Json) -> None:
+    assert isinstance(APPS, dict)
+    rows = [{**APPS, "question": f"Add {n} numbers."} for n in range(4)] + [{**APPS, "input_output": empty}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    service = JsonlService(TaskConfig(name="t", service="jsonl", path=str(path), eval_share=0.5), 0)
+    assert sum(len(service.tasks(split)) for split in Split) == 4
+    assert service.notes == [
+        f"1 of 5 rows are left out, the first is {path}:5: input_output: expected inputs and outputs, got none"
+    ]

@@ -66,7 +66,9 @@ class TaskConfig(Section):
         "score",
         description="Hooks after scoring: score, correct (1 or 0), length:PER_TOKEN, dedup, or module:function.",
     )
-    eval_share: float = Field(0.1, gt=0, lt=1, description="Share of a JSONL file's questions that is held out.")
+    eval_share: float = Field(
+        0.1, gt=0, lt=1, description="Share of a file's questions that is held out; a run's largest holds for all."
+    )
     system_prompt: str = Field(
         "",
         description="Text before every question; empty for none. `reasoning_gym:default` is reasoning-gym's own "

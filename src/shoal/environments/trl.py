@@ -21,7 +21,7 @@ import msgspec
 from shoal.errors import TaskError
 from shoal.interfaces import Model
 from shoal.model.chat_template import template_entry
-from shoal.tasks.holdout import Epochs
+from shoal.tasks.holdout import EVAL_SHARE, Epochs, question_of
 from shoal.tasks.sdk import Definition, EnvironmentFailed, called
 from shoal.types import Json, Message, Outcome, Reward, RewardStatus, Role, Split, Task
 
@@ -37,7 +37,7 @@ def trl_task(
     environment_factory: Callable[[], Any] | None = None,
     tools: Sequence[Callable[..., Any]] = (),
     max_running: int | None = None,
-    eval_share: float = 0.2,
+    eval_share: float = EVAL_SHARE,
 ) -> Definition:
     """A task of rows with `prompt` (a text or messages) and columns for the reward functions. Raises `TaskError`."""
     weights = list(reward_weights or [1.0] * len(reward_funcs))
@@ -45,7 +45,11 @@ def trl_task(
         raise TaskError(f"{name}: expected {len(reward_funcs)} reward weights, got {len(weights)}")
     parts = list(zip(reward_funcs, weights, strict=True))
     tasks = [_task(f"{name}: row {number}", number, row) for number, row in enumerate(rows)]
-    given = ([dict(row) for row in rows], Epochs(name, tasks, eval_share), parts)
+    given = (
+        [dict(row) for row in rows],
+        Epochs(name, tasks, [question_of(task.messages) for task in tasks], eval_share),
+        parts,
+    )
     if environment_factory is not None or tools:
         author: _Rows = _ToolUse(*given, environment_factory, tools)
     elif reward_funcs:

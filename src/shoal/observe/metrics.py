@@ -23,7 +23,17 @@ from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker, tens
 from shoal.trainer.messages import STATS_MEANINGS
 
 WARNINGS = frozenset(
-    {"rollout_failed", "groups_unusable", "cannot_learn", "standstill", "reward_collapsed", "evaluation_costs"}
+    {
+        "rollout_failed",
+        "groups_unusable",
+        "cannot_learn",
+        "standstill",
+        "reward_collapsed",
+        "evaluation_costs",
+        "left_out",
+        "pays_a_constant",
+        "few_questions",
+    }
 )
 """Events that say why nothing is learned."""
 Record: TypeAlias = Mapping[str, float | str | None]

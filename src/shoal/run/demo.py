@@ -61,7 +61,7 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
             ],
             "rollout": {"group_size": 8, "max_tokens": 32},
             "train": {"steps": 40, "groups_per_step": 6, "lr": 1e-5},
-            "eval": {"every_steps": 0, "questions": 206},
+            "eval": {"every_steps": 0, "questions": 201},
             "checkpoint": {"every_steps": 40},
         },
         overrides,

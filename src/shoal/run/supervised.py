@@ -33,12 +33,17 @@ from shoal.run.plan import model_directory
 from shoal.run.run_dir import write_resolved
 from shoal.run.training import write_model
 from shoal.tasks.jsonl import rows_of
+from shoal.tasks.library import held_out
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Json, Message, Role, Sample, seed_for
 from shoal.weights.store import ADAPTER_FILE, FILE
 
 Rows: TypeAlias = tuple[Sample, ...]
 """Rows of one conversation, or the preferred answer's row and the other's."""
+
+
+Placed: TypeAlias = tuple[dict[str, Json], str]
+"""A row of the file, and where it is."""
 
 
 class _Said(msgspec.Struct):
@@ -61,14 +66,18 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
     model_dir = model_directory(config.model.path)
     renderer = load_renderer(model_dir)
     read = pair_of if isinstance(loss, DPOLoss) else turns_of
-    lessons = [read(renderer, row, f"{data}:{number}") for number, row in rows_of(data)]
+    rows = [(row, f"{data}:{number}") for number, row in rows_of(data)]
+    kept, left_out = trained_rows(rows, config)
+    lessons = [read(renderer, row, where) for row, where in kept]
     if not lessons:
-        raise TaskError(f"{data}: expected at least one row")
+        raise TaskError(f"{data}: expected at least one row whose question is not held out, got {len(rows)} rows")
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_resolved(config, run_dir)
     threads = Threads().trainer
     async with AsyncExitStack() as stack:
         trackers = stack.enter_context(closing(trackers_of(config.metrics, run_dir)))
+        if left_out:
+            trackers.log_event("left_out", reason=left_out)
         opening = local_ranks(run_dir / "logs" / "trainer.log", threads, config.train.ranks)
         trainer = TrainerProcess(await stack.enter_async_context(opening))
         await trainer.start(model_dir, _as_trained(config), threads)
@@ -99,6 +108,18 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
     tenth = max(1, len(losses) // 10)
     means = {"loss_first": fmean(losses[:tenth] or [0.0]), "loss_last": fmean(losses[-tenth:] or [0.0])}
     return {**means, "steps": train.steps, "rows": len(lessons), "run_dir": str(run_dir)}
+
+
+def trained_rows(rows: Sequence[Placed], config: Config) -> tuple[list[Placed], str]:
+    """Rows whose questions no task of the run holds out, and a sentence about the others. Raises `TaskError`."""
+    held, name = held_out(config.tasks), "chosen" if isinstance(config.train.loss, DPOLoss) else "messages"
+    kept = [(row, where) for row, where in rows if not held.has(_messages(row, name, where))]
+    if len(kept) == len(rows):
+        return kept, ""
+    return kept, (
+        f"{len(rows) - len(kept)} of {len(rows)} rows ask held-out questions and are not trained on: "
+        f"the tasks hold out {held.share:.0%} of all questions (tasks.eval_share)"
+    )
 
 
 def _as_trained(config: Config) -> Config:

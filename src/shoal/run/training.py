@@ -111,6 +111,8 @@ async def train(
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         buffer, trackers = await opened(opened_run(config, listeners, resume=resume))
+        for note in prepared.service.notes:
+            trackers.log_event("left_out", reason=note)
         trackers.stage("starting engines and reward workers")
         store = WeightStore(run_dir / "weights")
         roles = await opened(opened_roles(config, prepared, store, trackers))

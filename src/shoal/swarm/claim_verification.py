@@ -124,7 +124,9 @@ class OwnTasks:
         if own is not None:
             return replace(own, config=receipt.config)
         own = next(iter(self._specs.values()), None)  # the system prompt is that of the node's first task
-        return Spec(receipt.dataset, receipt.config, own.system_prompt if own else "")
+        if own is None:
+            return Spec(receipt.dataset, receipt.config)
+        return Spec(receipt.dataset, receipt.config, own.system_prompt, eval_share=own.eval_share)
 
     def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | Reason:
         assert claim.receipt is not None

@@ -1,6 +1,6 @@
 """Converts rows of GSM8K, MATH, MBPP and APPS to rows with `prompt`, `answer` and `info`. Pure.
 
-The columns of a row tell its format, so files written for other tools work as they are.
+The columns of a row tell its format, so files written for other tools work as they are. All other columns stay.
 """
 
 import ast
@@ -12,6 +12,10 @@ from shoal.types import Json
 
 Row = dict[str, Json]
 STOP_GSM8K = "####"
+
+
+class NothingToScore(ValueError):
+    """A row without anything to score answers by: a gap in the data and no mistake of its writer."""
 
 
 def canonical(row: Row) -> tuple[Row, str]:
@@ -32,33 +36,39 @@ def canonical(row: Row) -> tuple[Row, str]:
 
 
 def _gsm8k(row: Row) -> Row:
-    """Converts `question`, and an `answer` that ends with #### and the number."""
-    answer = _text(row, "answer")
-    return {"prompt": _text(row, "question"), "answer": answer.rpartition(STOP_GSM8K)[2].strip(), "info": _rest(row)}
+    """Converts `question`, and an `answer` that is a number, or ends with it after ####."""
+    answer = _number_or_text(row, "answer").rpartition(STOP_GSM8K)[2].strip()
+    return {**_rest(row, "question", "answer"), "prompt": _text(row, "question"), "answer": answer}
 
 
 def _math(row: Row) -> Row:
-    """Converts `problem`, and an `answer` or the last \\\\boxed{} of a `solution`; keeps `level` and `type`."""
-    answer = row.get("answer") if isinstance(row.get("answer"), str) else _text(row, "solution")
-    return {"prompt": _text(row, "problem"), "answer": answer, "info": _rest(row, "level", "type", "subject")}
+    """Converts `problem`, and an `answer` or the last \\\\boxed{} of a `solution`."""
+    name = "solution" if row.get("answer") is None else "answer"
+    return {**_rest(row, "problem", name), "prompt": _text(row, "problem"), "answer": _number_or_text(row, name)}
 
 
 def _mbpp(row: Row) -> Row:
     """Converts `text` or `prompt`, a `test_list` of assertions, and the imports of the assertions."""
-    question = _text(row, "text" if "text" in row else "prompt")
+    asked = "text" if "text" in row else "prompt"
+    question = _text(row, asked)
     assertions = [str(line) for line in _list(row, "test_list")]
+    if not assertions:
+        raise NothingToScore("test_list: expected at least one assertion, got []")
     imports = row.get("test_imports") or [row.get("test_setup_code") or ""]
     before = "\n".join(str(line) for line in imports if line) if isinstance(imports, list) else str(imports)
     shown = "\n".join(assertions)
     return {
+        **_rest(row, asked, "prompt", "code", "test_list", "test_imports", "test_setup_code"),
         "prompt": f"{question}\nYour code should pass these tests:\n{shown}",
         "answer": row.get("code"),
-        "info": {**_rest(row, "task_id"), "tests": [assertion_test(line, before) for line in assertions]},
+        "info": {**_info(row), "tests": [assertion_test(line, before) for line in assertions]},
     }
 
 
 def assertion_test(assertion: str, before: str = "") -> Json:
     """The test of an assertion: a call with its value where JSON carries both unchanged, else the statement.
+
+    A truth in the value, or 0 or 1 as the value, stays a statement: Python takes 1 for True, and a `call` does not.
 
     >>> assertion_test("assert add(1, [2]) == [3, 4]")
     {'call': 'add', 'args': [1, [2]], 'returns': [3, 4]}
@@ -77,14 +87,28 @@ def assertion_test(assertion: str, before: str = "") -> Json:
         ):
             with contextlib.suppress(ValueError, TypeError):
                 values, expected = [ast.literal_eval(arg) for arg in args], ast.literal_eval(right)
-                if json.loads(json.dumps([values, expected])) == [values, expected]:
+                if json.loads(json.dumps([values, expected])) == [values, expected] and not _is_truth(expected):
                     return {"call": name, "args": values, "returns": expected}
     return {"code": f"{before}\n{assertion}".strip()}
 
 
+def _is_truth(value: object, *, within: bool = False) -> bool:
+    """True if a value is 0 or 1, or is or contains True or False, which Python takes for one another."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        return any(_is_truth(one, within=True) for one in value)
+    return isinstance(value, bool) if within else value in (0, 1)
+
+
 def _apps(row: Row) -> Row:
-    """Converts `question`, and `input_output`: JSON with `inputs`, `outputs` and, for a function, `fn_name`."""
-    cases = _parsed(row, "input_output")
+    """Converts `question`, and `input_output`: JSON with `inputs`, `outputs` and, for a function, `fn_name`.
+
+    Raises `NothingToScore` for a question without tests, of which APPS has many.
+    """
+    cases = _parsed(row, "input_output") if row["input_output"] not in (None, "") else None
+    if not cases or (isinstance(cases, Mapping) and not (cases.get("inputs") or cases.get("outputs"))):
+        raise NothingToScore("input_output: expected inputs and outputs, got none")
     if not isinstance(cases, Mapping):
         raise ValueError("input_output: expected an object with inputs and outputs")
     inputs, outputs = _list(cases, "inputs"), _list(cases, "outputs")
@@ -103,9 +127,10 @@ def _apps(row: Row) -> Row:
         tests = [{"stdin": _lines(given), "stdout": _lines(out)} for given, out in zip(inputs, outputs, strict=True)]
     solutions = _parsed(row, "solutions") if row.get("solutions") else []
     return {
+        **_rest(row, "question", "input_output", "solutions", "starter_code"),
         "prompt": _text(row, "question") + (f"\n{starter}" if starter else ""),
         "answer": solutions[0] if isinstance(solutions, list) and solutions else None,
-        "info": {**_rest(row, "difficulty"), "tests": tests},
+        "info": {**_info(row), "tests": tests},
     }
 
 
@@ -132,11 +157,22 @@ def _parsed(row: Row, column: str) -> Json:
     return parsed
 
 
-def _rest(row: Row, *columns: str) -> dict[str, Json]:
-    """The row's `info`, and the present ones of these columns."""
+def _rest(row: Row, *converted: str) -> Row:
+    """All columns of a row but the converted ones and those without a value."""
+    return {column: value for column, value in row.items() if column not in converted and value is not None}
+
+
+def _info(row: Row) -> Row:
     info = row.get("info")
-    kept = {column: row[column] for column in columns if row.get(column) is not None}
-    return {**kept, **(info if isinstance(info, dict) else {})}
+    return info if isinstance(info, dict) else {}
+
+
+def _number_or_text(row: Row, column: str) -> str:
+    """The text of a column, in which a number may stand as such."""
+    value = row.get(column)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return json.dumps(value)
+    return _text(row, column)
 
 
 def _text(row: Row, column: str) -> str:

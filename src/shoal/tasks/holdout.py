@@ -1,11 +1,15 @@
-"""The split of a question, decided by its text alone: no seed, task or order can move it."""
+"""The split of a question, decided by its words alone.
+
+No seed, order, instruction, rewrite or source can move a question, and a larger share only adds held-out ones.
+"""
 
 import hashlib
 import itertools
 import random
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import unicodedata
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -13,6 +17,10 @@ from shoal.errors import TaskError
 from shoal.types import Message, Role, Split, Task, seed_for
 
 MOST_ATTEMPTS = 512
+RULE = b"shoal-split/2"
+"""Name of the rule that splits questions; another rule has another name."""
+EVAL_SHARE = 0.2
+"""Share of held-out questions of tasks that draw without end, unless they name another."""
 T = TypeVar("T")
 
 
@@ -25,9 +33,25 @@ def split_of(question: str, eval_share: float) -> Split:
     return Split.EVAL if _place_of(question) < eval_share else Split.TRAIN
 
 
+def normalised(question: str) -> str:
+    """The words of a question, which spacing, case, Unicode's forms and invisible characters do not change.
+
+    >>> normalised(" What is\n\u200b1 + 1? ") == normalised("what is 1+1?")
+    True
+    """
+    folded = unicodedata.normalize("NFKC", question).casefold()
+    return "".join(one for one in folded if not one.isspace() and unicodedata.category(one) not in ("Cc", "Cf"))
+
+
+def question_of(messages: Iterable[Message]) -> str:
+    """The question of a prompt: its user's messages, without instructions of the system."""
+    return "\n".join(message.content for message in messages if message.role is Role.USER)
+
+
 def _place_of(question: str) -> float:
-    """A number between 0 and 1 that depends on the text alone."""
-    digest = hashlib.blake2b(question.encode(), digest_size=8, person=b"shoal-split").digest()
+    """A number between 0 and 1 that depends on the normalised text alone."""
+    text = normalised(question).encode(errors="replace")
+    digest = hashlib.blake2b(text, digest_size=8, person=RULE).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
@@ -51,11 +75,29 @@ def halves_of(questions: Sequence[str], eval_share: float) -> list[Split]:
     >>> [half.value for half in halves_of(["What is 1 + 1?", "What is 1 + 2?", "What is 1 + 1?"], 1e-9)]
     ['train', 'eval', 'train']
     """
-    halves = {question: split_of(question, eval_share) for question in questions}
+    words = [normalised(question) for question in questions]
+    halves = {one: split_of(one, eval_share) for one in words}
     if len(halves) > 1 and len(set(halves.values())) == 1:
         in_order = sorted(halves, key=_place_of)
         halves[in_order[0]], halves[in_order[-1]] = Split.EVAL, Split.TRAIN
-    return [halves[question] for question in questions]
+    return [halves[one] for one in words]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """The questions that a run may not train on: a share of all, and those that its files hold out."""
+
+    share: float
+    files: Collection[str] = frozenset()
+    """Normalised held-out questions of files, of which a small one may hold out more than the share."""
+
+    def has(self, messages: Sequence[Message]) -> bool:
+        """True if a conversation asks a held-out question, first or altogether, or one of a file anywhere."""
+        asked = [message.content for message in messages if message.role is Role.USER]
+        whole = (question_of(messages), *asked[:1])
+        return any(split_of(one, self.share) is Split.EVAL for one in whole) or any(
+            normalised(one) in self.files for one in (*whole, *asked)
+        )
 
 
 class Epochs:
@@ -64,14 +106,32 @@ class Epochs:
     A training task has another id in each epoch, so its answers are sampled with other random numbers.
     """
 
-    def __init__(self, name: str, tasks: Sequence[Task], eval_share: float, seed: int = 0) -> None:
-        """The seed moves the order of the training tasks only. Raises `TaskError` when a split has no task."""
+    def __init__(
+        self, name: str, tasks: Sequence[Task], questions: Sequence[str], eval_share: float, seed: int = 0
+    ) -> None:
+        """`questions` has each task's question as its source has it, before any rewrite.
+
+        The seed moves the order of the training tasks only. Raises `TaskError` when a split has no task.
+        """
         self._name, self._seed = name, seed
-        texts = ["\x1f".join(f"{message.role}:{message.content}" for message in task.messages) for task in tasks]
-        halves = list(zip(tasks, halves_of(texts, eval_share), strict=True))
+        halves = list(zip(tasks, halves_of(questions, eval_share), strict=True))
         self.of = {split: [task for task, half in halves if half is split] for split in Split}
+        self._questions = {task.id: normalised(question) for task, question in zip(tasks, questions, strict=True)}
         if not all(self.of.values()):
             raise TaskError(f"{name}: expected two different questions at least, one is held out; got {len(tasks)}")
+
+    @property
+    def held_out(self) -> set[str]:
+        """The normalised questions of the held-out tasks."""
+        return {self._questions[task.id] for task in self.of[Split.EVAL]}
+
+    def leave_out(self, questions: Collection[str]) -> int:
+        """Takes these normalised questions out of the training tasks; returns their number. Raises `TaskError`."""
+        left = [task for task in self.of[Split.TRAIN] if self._questions[task.id] not in questions]
+        dropped, self.of[Split.TRAIN] = len(self.of[Split.TRAIN]) - len(left), left
+        if not left:
+            raise TaskError(f"{self._name}: expected a question that no other task holds out, got none to train on")
+        return dropped
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; each epoch goes through all tasks of the split once."""

@@ -15,8 +15,8 @@ from shoal.config import TaskConfig
 from shoal.errors import TaskError, did_you_mean
 from shoal.files import beside
 from shoal.interfaces import Environment
-from shoal.tasks.dataset_formats import canonical
-from shoal.tasks.holdout import Epochs, check_rewrite, rewritten
+from shoal.tasks.dataset_formats import NothingToScore, canonical
+from shoal.tasks.holdout import Epochs, check_rewrite, question_of, rewritten
 from shoal.types import Json, Message, Role, Split, Task
 
 RESERVED = ("scorer", "tests", "prompts", "completions")
@@ -34,20 +34,33 @@ class JsonlService(Environment):
         """Raises `TaskError` naming the file, line and field that is wrong."""
         check_rewrite(config.name, config.rewrite)
         self.name = config.name
-        rows = rows_of(Path(config.path or ""))
-        tasks = [_task(config, f"{config.path}:{number}", number, row) for number, row in rows]
+        tasks: list[Task] = []
+        questions: list[str] = []
+        gaps: list[str] = []
+        for number, row in rows_of(Path(config.path or "")):
+            where = f"{config.path}:{number}"
+            try:
+                task, question = _task(config, where, number, row)
+            except NothingToScore as error:
+                gaps.append(f"{where}: {error}")
+                continue
+            tasks.append(task)
+            questions.append(question)
+        total = len(gaps) + len(tasks)
+        self.notes = [f"{len(gaps)} of {total} rows are left out, the first is {first}" for first in gaps[:1]]
+        """Sentences about rows that are left out."""
         try:
-            self._epochs = Epochs(config.name, tasks, config.eval_share, seed)
+            self.epochs = Epochs(config.name, tasks, questions, config.eval_share, seed)
         except TaskError as error:
-            raise TaskError(f"{config.path}: {error}") from None
+            raise TaskError(f"{config.path}: {'; '.join([str(error), *self.notes])}") from None
 
     def tasks(self, split: Split) -> Sequence[Task]:
         """All tasks of a split, in the order of the file."""
-        return self._epochs.of[split]
+        return self.epochs.of[split]
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at `index`; each epoch goes through all questions of the split once."""
-        return self._epochs.draw(split, index)
+        return self.epochs.draw(split, index)
 
 
 def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
@@ -83,10 +96,12 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
             yield number, row
 
 
-def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> Task:
-    """The task of one row."""
+def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> tuple[Task, str]:
+    """The task of one row, and its question before any rewrite. Raises `NothingToScore` and `TaskError`."""
     try:
         row, usual = canonical(row)
+    except NothingToScore:
+        raise
     except ValueError as error:
         raise TaskError(f"{where}: {error}") from None
     info = row.get("info") or {}
@@ -110,9 +125,10 @@ def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> 
         answer = answer.strip()
     if checker.needs_tests(spec):
         checker.unit_tests(info.get("tests", []), f"{where}: info.tests")
-    messages = _messages(config, where, row.get("prompt"))
+    asked = _asked(where, row.get("prompt"))
     kept = json.dumps({**info, "scorer": checker.to_json(spec)}, sort_keys=True, default=str)
-    return Task(f"{config.name}/{number}", config.name, messages, answer, kept)
+    task = Task(f"{config.name}/{number}", config.name, _messages(config, asked), answer, kept)
+    return task, question_of(asked)
 
 
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
@@ -120,8 +136,8 @@ class _Said(msgspec.Struct, forbid_unknown_fields=True):
     content: str
 
 
-def _messages(config: TaskConfig, where: str, value: Json) -> tuple[Message, ...]:
-    """The prompt's messages; a system message of the row replaces the configured one."""
+def _asked(where: str, value: Json) -> list[Message]:
+    """The messages of a row's prompt."""
     if not value or not isinstance(value, str | list):
         raise TaskError(f"{where}: prompt: expected text or a list of messages, got {_shown(value)}")
     try:
@@ -130,6 +146,11 @@ def _messages(config: TaskConfig, where: str, value: Json) -> tuple[Message, ...
         raise TaskError(f"{where}: prompt: {error}") from None
     if asked[-1].role is Role.ASSISTANT:
         raise TaskError(f"{where}: prompt: expected a last message that is not the assistant's")
+    return [Message(one.role, one.content) for one in asked]
+
+
+def _messages(config: TaskConfig, asked: Sequence[Message]) -> tuple[Message, ...]:
+    """The messages as they are asked; a system message of the row replaces the configured one."""
     rewrites = {Role.USER: config.rewrite}
     messages = tuple(Message(one.role, rewritten(one.content, rewrites.get(one.role, ()))) for one in asked)
     own_system = asked[0].role is Role.SYSTEM or not config.system_prompt

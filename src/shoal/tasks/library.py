@@ -2,14 +2,14 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
 from shoal.config import Config, TaskConfig
 from shoal.errors import TaskError, expected_one_of
 from shoal.interfaces import Environment
 from shoal.net.client import TOKEN_VARIABLE
-from shoal.tasks.holdout import check_rewrite
+from shoal.tasks.holdout import EVAL_SHARE, HeldOut, check_rewrite
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.mixture import Mixture
 from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
@@ -44,10 +44,32 @@ def written(config: TaskConfig, seed: int) -> Definition:
     ).given(config.params)
 
 
+def share_of(tasks: Sequence[TaskConfig]) -> float:
+    """The largest share of held-out questions among the tasks, which holds for all of them. Raises `TaskError`."""
+    return max(map(_own_share, tasks))
+
+
+def _own_share(config: TaskConfig) -> float:
+    if config.service in ("jsonl", "turns"):
+        return config.eval_share
+    return definition_at(config.path or config.name).eval_share if config.service == "python" else EVAL_SHARE
+
+
+def held_out(tasks: Sequence[TaskConfig]) -> HeldOut:
+    """The questions that no stage of a run may train on. Raises `TaskError`."""
+    share = share_of(tasks)
+    files = [_file(config, 0, share) for config in tasks if config.service == "jsonl"]
+    return HeldOut(share, {question for file in files for question in file.epochs.held_out})
+
+
+def _file(config: TaskConfig, seed: int, share: float) -> JsonlService:
+    return JsonlService(config.model_copy(update={"eval_share": share}), seed)
+
+
 class Library(Mixture):
     """The mixture that a configuration describes, with the processes it needs: one that draws, and a task server.
 
-    A context manager.
+    A context manager. Its environments share one split: no question that one holds out is trained by another.
     """
 
     task_server: TaskServer | None = None
@@ -65,7 +87,9 @@ class Library(Mixture):
             if remote := [config.name for config in tasks if config.service == "remote"]:
                 (host, port), token = at or ("127.0.0.1", 0), token or os.environ.get(TOKEN_VARIABLE, "")
                 self.task_server = stack.enter_context(TaskServer(remote, host=host, port=port, token=token))
+            self._share = share_of(tasks)
             super().__init__([self._made(config, seed) for config in tasks], [config.weight for config in tasks])
+            self.notes = list(self._left_out())
             for service in self.services:
                 for split in Split:
                     service.draw(split, 0)
@@ -73,14 +97,23 @@ class Library(Mixture):
 
     def _made(self, config: TaskConfig, seed: int) -> Environment:
         if config.service == "reasoning_gym":
-            return ReasoningGymService(config, seed, self._drawer)
+            return ReasoningGymService(config, seed, self._drawer, self._share)
         if config.service == "jsonl":
-            return JsonlService(config, seed)
+            return _file(config, seed, self._share)
         if self.task_server is None or config.service != "remote":
-            return written(config, seed)
+            return dataclasses.replace(written(config, seed), eval_share=self._share)
         service = RemoteEnvironment(config.name, self.task_server)
         service.await_worker(WORKER_TIMEOUT_S)
         return service
+
+    def _left_out(self) -> Iterator[str]:
+        """Sentences about rows of files that are not drawn; a file's small held-out half binds the others too."""
+        files = [service for service in self.services if isinstance(service, JsonlService)]
+        held = {question for file in files for question in file.epochs.held_out}
+        for file in files:
+            yield from file.notes
+            if count := file.epochs.leave_out(held):
+                yield f"{file.name}: {count} training questions are left out, which another task holds out"
 
     def __enter__(self) -> "Library":
         return self

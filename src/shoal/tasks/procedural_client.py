@@ -24,7 +24,7 @@ from shoal.config import TaskConfig
 from shoal.errors import ChildDied, OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
 from shoal.net.process import Child
-from shoal.tasks.holdout import check_rewrite
+from shoal.tasks.holdout import EVAL_SHARE, check_rewrite
 from shoal.types import Receipt, Split, Task
 
 DRAW_TIMEOUT_S = 30.0
@@ -52,6 +52,8 @@ class Spec:
     rewrite: tuple[tuple[str, str], ...] = ()
     info: str = "{}"
     """JSON object of each task: a `scorer` in place of the dataset's own."""
+    eval_share: float = EVAL_SHARE
+    """Share of held-out questions."""
 
 
 class NoReply(TaskError):
@@ -217,7 +219,7 @@ class ProceduralClient:
 class ReasoningGymService(Environment):
     """Draws from one reasoning-gym dataset, with its settings or a level of its curriculum."""
 
-    def __init__(self, config: TaskConfig, seed: int, drawer: ProceduralClient) -> None:
+    def __init__(self, config: TaskConfig, seed: int, drawer: ProceduralClient, eval_share: float = EVAL_SHARE) -> None:
         """Raises `TaskError` naming the dataset or the setting that is wrong."""
         check_rewrite(config.name, config.rewrite)
         params, level = ({}, config.params) if isinstance(config.params, int) else (config.params, None)
@@ -227,7 +229,7 @@ class ReasoningGymService(Environment):
             scorer = checker.spec_of(config.scorer, f"tasks.{config.name}.scorer")
             info = json.dumps({"scorer": checker.to_json(scorer)})
         self.name, self._seed, self._drawer = config.name, seed, drawer
-        self.spec = Spec(config.name, settings, config.system_prompt, tuple(config.rewrite), info)
+        self.spec = Spec(config.name, settings, config.system_prompt, tuple(config.rewrite), info, eval_share)
         """Settings that its questions depend on, besides split, seed and index."""
 
     def draw(self, split: Split, index: int) -> Task:

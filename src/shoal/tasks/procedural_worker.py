@@ -15,7 +15,6 @@ from shoal.tasks.holdout import MOST_ATTEMPTS, first_of, prompt, rewritten, spli
 from shoal.tasks.procedural_client import CheckSettings, Draw, ProceduralReply, Redraw, Redrawn, Spec
 from shoal.types import Receipt, Split, Task, seed_for
 
-EVAL_SHARE = 0.2
 BOXED_BYTES = 1 << 30
 """Bytes of memory that a boxed process may add to its memory at the start."""
 
@@ -41,19 +40,19 @@ def drawn_task(spec: Spec, split: Split, seed: int, index: int) -> Task:
             except procedural.DrawFailed as error:
                 failures.append(error)
             else:
-                yield _task(spec, receipt, entry, f"{spec.dataset}/{split}/{index}")
+                yield entry.question, _task(spec, receipt, entry, f"{spec.dataset}/{split}/{index}")
 
     try:
-        return first_of(split, EVAL_SHARE, drawn(), spec.dataset)
+        return first_of(split, spec.eval_share, drawn(), spec.dataset)
     except TaskError as error:
         raise TaskError(f"{error}; {failures[-1]}") from None
 
 
-def _task(spec: Spec, receipt: Receipt, entry: procedural.Entry, task_id: str) -> tuple[str, Task]:
-    """The question as it is asked, and its task."""
+def _task(spec: Spec, receipt: Receipt, entry: procedural.Entry, task_id: str) -> Task:
+    """The task that asks an entry's question."""
     question = rewritten(entry.question, spec.rewrite)
     messages = prompt(procedural.system_prompt(spec.system_prompt), question)
-    return question, Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
+    return Task(task_id, spec.dataset, messages, entry.truth, spec.info, receipt)
 
 
 def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) -> Redrawn:
@@ -64,8 +63,8 @@ def redrawn(spec: Spec, receipt: Receipt, most_characters: int | None = None) ->
     size = len(entry.question) + len(entry.truth or "")
     if most_characters is not None and size > most_characters:
         raise OutOfBounds(f"{spec.dataset}: expected a question of at most {most_characters} characters, got {size}")
-    question, task = _task(spec, receipt, entry, f"{receipt.dataset}/{receipt.seed}-{receipt.index}")
-    return Redrawn(entry.question, task, split_of(question, EVAL_SHARE))
+    task = _task(spec, receipt, entry, f"{receipt.dataset}/{receipt.seed}-{receipt.index}")
+    return Redrawn(entry.question, task, split_of(entry.question, spec.eval_share))
 
 
 def reply_to(request: CheckSettings | Draw | Redraw) -> ProceduralReply:

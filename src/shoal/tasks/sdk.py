@@ -42,7 +42,7 @@ from shoal import checker
 from shoal.errors import TaskError
 from shoal.interfaces import Environment, Model
 from shoal.plugins import described, numbers_of, own_code
-from shoal.tasks.holdout import first_of, prompt, rewritten
+from shoal.tasks.holdout import EVAL_SHARE, first_of, prompt, rewritten
 from shoal.types import Json, Message, Outcome, Receipt, Reward, RewardStatus, Role, Split, Task, seed_for
 
 
@@ -84,7 +84,7 @@ class Definition(Environment):
     name: str
     author: Any
     version: str = "1"
-    eval_share: float = 0.2
+    eval_share: float = EVAL_SHARE
     max_running: int | None = None
     timeout_s: float = 300.0
     seed: int = 0
@@ -170,7 +170,7 @@ class Definition(Environment):
 
     def split_text(self, question: Question) -> str:
         """The text that decides the split of a question."""
-        return question.split_by or rewritten(question.text, self.rewrite)
+        return question.split_by or question.text
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Runs the author's rollout, and scores it here when it gives only the answer."""
@@ -254,7 +254,7 @@ def task(
     name: str,
     *,
     version: str = "1",
-    eval_share: float = 0.2,
+    eval_share: float = EVAL_SHARE,
     max_running: int | None = None,
     timeout_s: float = 300.0,
 ) -> Callable[[object], Definition]:

@@ -31,6 +31,7 @@ from shoal.model.making import Making
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import die_with_parent
 from shoal.run.demo_model import programs
+from shoal.tasks.holdout import RULE
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Split, seed_for
@@ -101,7 +102,7 @@ def demo_model(recipe: Recipe | None = None) -> tuple[Path, float]:
     """
     given = {name: value for name, value in asdict(recipe or Recipe()).items() if value is not None}
     settings = msgspec.json.encode(given)
-    digest = hashlib.blake2b(MODEL_TYPE.encode() + settings, digest_size=6).hexdigest()
+    digest = hashlib.blake2b(MODEL_TYPE.encode() + RULE + settings, digest_size=6).hexdigest()
     return make(f"demo-{digest}", "shoal.run.demo_model.warm_start", [settings.decode()])
 
 
