@@ -61,7 +61,7 @@ def first_of(split: Split, eval_share: float, drawn: Iterable[tuple[str, T]], na
     Raises `TaskError` when none of `MOST_ATTEMPTS` does.
 
     >>> first_of(Split.EVAL, 0.5, ((str(n), n) for n in range(9)), "digits")
-    0
+    1
     """
     found = (value for text, value in itertools.islice(drawn, MOST_ATTEMPTS) if split_of(text, eval_share) is split)
     for value in found:
