@@ -107,7 +107,7 @@ def test_a_value_that_python_takes_for_a_truth_stays_an_assertion(value: str) ->
         ({"text": "t", "test_list": ["assert ("]}, ":1: test_list: expected assertions"),
         ({"question": "q", "input_output": "{"}, ":1: input_output: expected JSON"),
         ({"question": "q", "input_output": '{"inputs": [1], "outputs": []}'}, ":1: input_output: expected as many"),
-        ({"prompt": "p", "info": {"tests": [{}]}}, r":1: info\.tests: expected one of stdout"),
+        ({"prompt": "p", "info": {"tests": [{}]}}, r":1: info\.tests: \[0\]: expected one of stdout"),
         ({"prompt": "p", "info": {"scorer": "code"}}, r":1: info\.tests: expected at least one test"),
     ],
 )
