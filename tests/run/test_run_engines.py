@@ -36,8 +36,14 @@ def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyn
     config = parse({"tasks": [{"name": "gcd"}], "engine": {"urls": urls}})
     renderer: Any = SimpleNamespace(stop_token_ids=())
     service: Any = None
+    write_sizes(directory)
     prepared = Prepared(directory, renderer, service, 64, 8)
     return engines(EngineSettings(config, prepared, directory, 1, ask_again_s=0.01), on_event, OwnEngines())
+
+
+def write_sizes(directory: Path) -> None:
+    sizes = {"num_attention_heads": 1, "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 97}
+    (directory / "config.json").write_bytes(msgspec.json.encode(sizes))
 
 
 def free_url() -> str:
@@ -145,6 +151,7 @@ def test_an_engine_that_cannot_start_again_is_told_of_and_ends_the_run(tmp_path:
 @pytest.mark.parametrize("resume", [True, False])
 def test_an_engine_that_ends_in_its_first_start_says_how_a_resumed_run_goes_on(resume: bool, tmp_path: Path) -> None:
     """A new run has no groups by then and is removed, so there is nothing to resume."""
+    write_sizes(tmp_path)
     prepared: Any = SimpleNamespace(model_dir=tmp_path, max_model_len=64, devices=Devices())
     settings = EngineSettings(parse({"tasks": [{"name": "gcd"}]}), prepared, tmp_path, 1, resume=resume)
 

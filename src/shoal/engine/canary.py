@@ -4,8 +4,10 @@ An engine of another project may accept new weights and still compute with some 
 keeps the head of a model with tied embeddings. Checksums do not show this; logprobs do.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -22,6 +24,15 @@ class Canary:
     logprobs: tuple[float, ...]  # [L - 1] nats, of tokens 1..L-1 at temperature 1
     bound: float
     """Nats: the largest mean |difference| that rounding explains."""
+
+    def off_nats(self, logprobs: Sequence[float]) -> str:
+        """The difference of an engine's logprobs as a text; empty within the bound."""
+        if len(logprobs) != len(self.logprobs):
+            return f"{len(logprobs)} logprobs on the canary, expected {len(self.logprobs)}"
+        off = fmean(abs(a - b) for a, b in zip(self.logprobs, logprobs, strict=True)) if logprobs else 0.0
+        if off <= self.bound:
+            return ""
+        return f"mean |logprob difference| {off:.2e} nats on the canary, expected at most {self.bound:.0e}"
 
 
 def write(canary: Canary, directory: Path) -> None:

@@ -20,11 +20,12 @@ import asyncio
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from uuid import uuid4
 
 from shoal.engine import canary
+from shoal.engine.answers import WrongAnswer
 from shoal.engine.named_versions import ADAPTER_FILE, NamedVersions
+from shoal.engine.protocol import VersionSpan, versions_of
 from shoal.engine.server_adapter import Asked, SampledCompletion, ServerAdapter, ServerCounters, StopMode, numbered
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
@@ -162,19 +163,20 @@ class ForeignEngine:
             raise EngineUnavailable(self._no_whole_weights or "weights came meanwhile that were not whole")
 
     def _completion(self, sampled: SampledCompletion, version: int, *, adapted: bool) -> Completion:
-        if adapted:  # the server's own label is that of the weights below
-            versions = [version] * len(sampled.token_ids)
-        elif sampled.spans is None:
-            if self._version != version and sampled.finish_reason is not FinishReason.ABORT:
+        count = len(sampled.token_ids)
+        spans = sampled.spans
+        if adapted or spans is None:  # the server's own label is that of the weights below
+            if not adapted and self._version != version and sampled.finish_reason is not FinishReason.ABORT:
                 raise EngineUnavailable("an answer overtook new weights; nobody can say which ones sampled it")
-            versions = [version] * len(sampled.token_ids)
-        else:
-            versions = [_number(span.version) for span in sampled.spans for _ in range(span.start, span.end)]
-        logprobs = tuple(min(logprob, 0.0) for logprob in sampled.logprobs)  # rounding may give 1e-8
+            spans = [VersionSpan(version, 0, count)] if count else []
+        for span in spans:
+            _check_label(span.version)
         try:
-            return Completion(sampled.token_ids, logprobs, tuple(versions), sampled.finish_reason)
+            return Completion(
+                sampled.token_ids, _rounded(sampled.logprobs), versions_of(spans, count), sampled.finish_reason
+            )
         except ValueError as error:
-            raise EngineUnavailable(f"{self.abilities.server} gave an answer that cannot be: {error}") from error
+            raise WrongAnswer(f"{self.abilities.server} gave an answer that cannot be: {error}") from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
@@ -183,7 +185,7 @@ class ForeignEngine:
             logprobs = await self._adapter.score(token_ids, adapter)
         await self._load_ended.wait()
         self._assert_whole(failed_before)
-        return logprobs
+        return list(_rounded(logprobs))
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the weights at `path` as `version`. Raises `RequestRefused` when the canary fails."""
@@ -255,12 +257,10 @@ class ForeignEngine:
     async def _ask_canary(self, version: int, path: Path, adapter: str | None = None) -> None:
         known = canary.canary_of(path)
         if known is not None:
-            logprobs = await self._adapter.score(known.token_ids, adapter)
-            off_nats = fmean(abs(a - b) for a, b in zip(known.logprobs, logprobs, strict=True))
-            if not off_nats <= known.bound:
+            off_nats = known.off_nats(await self._adapter.score(known.token_ids, adapter))
+            if off_nats:
                 raise RequestRefused(
-                    f"{self.abilities.server} took version {version} but computes with other weights: mean "
-                    f"|logprob difference| {off_nats:.2e} nats on the canary, expected at most {known.bound:.0e}; a "
+                    f"{self.abilities.server} took version {version} but computes with other weights: {off_nats}; a "
                     f"model with tied embeddings must be untied for vLLM on a CPU (docs/engine.md)"
                 )
 
@@ -292,8 +292,8 @@ class ForeignEngine:
         )
 
     async def alive(self) -> None:
-        """Returns when the server answers."""
-        await self._adapter.alive()
+        """Returns when the server answers; while it is stopped for new weights, only its HTTP part can."""
+        await (self._adapter.alive() if self._loading_version is None else self._adapter.adapters())
 
     async def abort(self) -> None:
         """Ends all requests and returns their sampled tokens."""
@@ -328,7 +328,11 @@ def _directory(path: Path) -> Path:
     return path.absolute().parent if path.suffix == ".safetensors" else path.absolute()
 
 
-def _number(label: int | str) -> int:
-    if (version := numbered(str(label))) is None:
+def _rounded(logprobs: Sequence[float]) -> tuple[float, ...]:
+    """Logprobs without the 1e-8 above 0 that rounding may give."""
+    return tuple(min(logprob, 0.0) if logprob < SAME_NATS else logprob for logprob in logprobs)
+
+
+def _check_label(label: int | str) -> None:
+    if numbered(str(label)) is None:
         raise EngineUnavailable(f"the server calls its weights {label!r}; somebody else gives it weights as well")
-    return version

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.engine import protocol
+from shoal.engine.answers import WrongAnswer
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.net.client import Client, words
@@ -14,6 +15,10 @@ from shoal.types import Completion, FinishReason, Sampling
 
 TOKEN_VARIABLE = "SHOAL_ENGINE_TOKEN"
 """Environment variable with the token of engines that a run did not start itself."""
+ANSWER_TIMEOUT_S = 3600.0
+"""Seconds of an answer of tens of thousands of tokens from a full engine; its pool checks the engine meanwhile."""
+CONTROL_TIMEOUT_S = 30.0
+"""Seconds of a question about the engine's state, and of a command that it carries out at once."""
 REFUSALS = (400, 413)  # any other 4xx comes from a proxy in front of the engine
 
 
@@ -24,14 +29,16 @@ class HttpEngine:
     answered are not.
     """
 
-    def __init__(self, url: str, *, token: str = "", timeout_s: float = 3600.0) -> None:
-        """`timeout_s` bounds the wait for one answer, queueing included."""
+    def __init__(self, url: str, *, token: str = "", timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """`timeout_s` bounds the wait for one answer, queueing included; other calls have a bound for control."""
         self._url = url
         self._client = Client(url, token=token, timeout_s=timeout_s, refusals=REFUSALS)
+        self._control = Client(url, token=token, timeout_s=min(timeout_s, CONTROL_TIMEOUT_S), refusals=REFUSALS)
 
     async def aclose(self) -> None:
         """Closes the connections."""
         await self._client.aclose()
+        await self._control.aclose()
 
     async def generate(
         self,
@@ -47,13 +54,12 @@ class HttpEngine:
         params = protocol.SamplingParams(**asdict(sampling), n=n)
         body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority, model=adapter)
         answer = await self._client.ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
+        if [choice.index for choice in answer.choices] != list(range(n)):
+            raise WrongAnswer(f"{self._url} gave {len(answer.choices)} completions, expected 0 to {n - 1} in order")
         try:
-            completions = [_completion(choice) for choice in answer.choices]
+            return [_completion(choice) for choice in answer.choices]
         except ValueError as error:
-            raise EngineUnavailable(f"{self._url} gave an answer that cannot be: {error}") from error
-        if len(completions) != n:
-            raise EngineUnavailable(f"{self._url} gave {len(completions)} completions, expected {n}")
-        return completions
+            raise WrongAnswer(f"{self._url} gave an answer that cannot be: {error}") from error
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
@@ -106,29 +112,29 @@ class HttpEngine:
 
     async def info(self) -> EngineInfo:
         """State of the engine."""
-        return await self._client.ask("GET", "/info", EngineInfo)
+        return await self._control.ask("GET", "/info", EngineInfo)
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
-        status, answer = await self._client.status("GET", "/health")
+        status, answer = await self._control.status("GET", "/health")
         if status != 200:
             raise EngineUnavailable(f"{self._url} says HTTP {status} of its health: {words(answer)}")
 
     async def pause(self, mode: str = "abort") -> None:
         """Pauses: `abort` ends requests now, `wait` lets them finish, `keep` lets them stand still."""
-        await self._client.ask("POST", f"/pause?mode={mode}", protocol.PausedState)
+        await self._control.ask("POST", f"/pause?mode={mode}", protocol.PausedState)
 
     async def resume(self) -> None:
         """Ends a pause."""
-        await self._client.ask("POST", "/resume", protocol.PausedState)
+        await self._control.ask("POST", "/resume", protocol.PausedState)
 
     async def paused(self) -> bool:
         """Whether the engine is paused."""
-        return (await self._client.ask("GET", "/is_paused", protocol.PausedState)).is_paused
+        return (await self._control.ask("GET", "/is_paused", protocol.PausedState)).is_paused
 
     async def abort(self) -> None:
         """Ends all requests and returns their sampled tokens."""
-        await self._client.post("/abort_requests", {})
+        await self._control.post("/abort_requests", {})
 
 
 class PullingEngine(HttpEngine):
@@ -150,11 +156,12 @@ def _absolute(path: Path) -> str:
 
 def _completion(choice: protocol.GeneratedChoice) -> Completion:
     entries = choice.logprobs.content if choice.logprobs else []
-    versions = [int(span.version) for span in choice.weight_versions or [] for _ in range(span.start, span.end)]
+    if [entry.token_id for entry in entries] != choice.token_ids:
+        raise ValueError("logprobs: expected one for each of token_ids, in order, got those of other tokens")
     return Completion(
         tuple(choice.token_ids),
         tuple(entry.logprob for entry in entries),
-        tuple(versions),
+        protocol.versions_of(choice.weight_versions or [], len(choice.token_ids)),
         FinishReason(choice.finish_reason),
         b64decode(choice.routing),
         tuple(choice.forced),

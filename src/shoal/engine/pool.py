@@ -6,6 +6,7 @@
     new weights  are loaded replica by replica, so generation never stops as a whole
     away         a replica that does not answer gets no requests; when it answers again it first loads the newest
                  weights, and no request or update of another replica waits for it
+    wrong        an answer is checked whole (answers.py); a wrong one is a failure of its replica, which rests
 
 Replicas may join and leave at any time. A request fails only when no replica could take it for `patience_s`.
 """
@@ -18,8 +19,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from shoal.engine.answers import AnswerRules, WrongAnswer, check_info, check_scores
+from shoal.engine.pool_loading import Loader
 from shoal.engine.pool_routing import chosen, oldest_served, session_key, summed, waves
-from shoal.engine.replica import PoolEngine, PoolRequest, Replica, ReplicaState, Target, load_target
+from shoal.engine.replica import (
+    FAILURES_IN_A_ROW,
+    PoolEngine,
+    PoolRequest,
+    Replica,
+    ReplicaState,
+    Witness,
+    within,
+)
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -27,6 +38,7 @@ from shoal.types import Completion, FinishReason, Sampling
 PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
 CHECK_EVERY_S = 1.0
 CHECK_TIMEOUT_S = 30.0
+ABORT_TIMEOUT_S = 5.0
 BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 FRUITLESS_ABORTS = 8  # in a row, without a token: a client really does not want this answer
@@ -45,20 +57,22 @@ class EnginePool:
         check_timeout_s: float = CHECK_TIMEOUT_S,
         initial: Path | None = None,
         recovered: int = 0,
+        rules: AnswerRules | None = None,
+        on_event: Callable[[str], None] = lambda what: None,
     ) -> None:
         """`patience_s` bounds a request's wait for a replica that can take it; `initial` has the weights of version 0.
 
         A replica that does not report its state within `check_timeout_s` counts as away. Replicas may serve versions up
-        to `recovered` before `update_weights` gives them any.
+        to `recovered` before `update_weights` gives them any. `on_event` gets a sentence for each wrong answer.
         """
+        self._rules, self._on_event = rules or AnswerRules(), on_event
         self._patience_s = patience_s
-        self._check_every_s = check_every_s
-        self._check_timeout_s = check_timeout_s
+        self._check_every_s, self._check_timeout_s = check_every_s, check_timeout_s
+        self._loader = Loader(self._rules, check_every_s, check_timeout_s, recovered)
+        if initial:
+            self._loader.aim(0, initial)
         self._replicas: dict[str, Replica] = {}
-        self._target = Target(0, initial) if initial else None
-        self._recovered = recovered
         self._newest: dict[bytes, int] = {}  # Version of the newest token of each session that not all may continue
-        self._loading = asyncio.Lock()  # held to change which weights the replicas that take requests serve
         self._changed = asyncio.Event()
         self._suspected = asyncio.Event()  # a request failed: the replicas are checked at once
         self._last_error = "none has joined"
@@ -72,14 +86,15 @@ class EnginePool:
     async def join(self, name: str, engine: PoolEngine) -> None:
         """Adds a replica once it serves the newest weights. Raises `EngineError` when it cannot."""
         assert name not in self._replicas, f"an engine named {name} is there already"
+        replica = Replica(name, engine, 0)
         try:
-            version = await self._bring_up(engine)
+            await self._loader.bring_up(replica)
             if self._closed:
                 raise EngineUnavailable("the pool has been closed")
         except BaseException:
             await engine.aclose()
             raise
-        self._replicas[name] = Replica(name, engine, version)  # no await since the load: no update missed it
+        self._replicas[name] = replica  # no await since the load: no update missed it
         self._notify()
 
     async def leave(self, name: str) -> None:
@@ -87,17 +102,19 @@ class EnginePool:
         replica = self._replicas.pop(name, None)
         if replica is None:
             return
-        if replica.watch is not None:
-            replica.watch.cancel()
+        for waiting in (replica.watch, replica.loading):
+            if waiting is not None:
+                waiting.cancel()
         self._last_error = replica.last_error or f"{name} has left"
         self._notify()
         try:
             with contextlib.suppress(EngineError):
-                await replica.engine.abort()
-            deadline_s = time.monotonic() + CHECK_TIMEOUT_S
-            while replica.load and time.monotonic() < deadline_s:
-                await self._change(1.0)
+                await within(replica.engine.abort(), min(ABORT_TIMEOUT_S, self._check_timeout_s))
+                deadline_s = time.monotonic() + self._check_timeout_s
+                while replica.load and time.monotonic() < deadline_s:
+                    await self._change(1.0)
         finally:  # a run that ends meanwhile knows the replica no more
+            replica.return_calls()
             await replica.engine.aclose()
 
     async def watch(self) -> None:
@@ -132,7 +149,7 @@ class EnginePool:
         key = session_key(session, prompt_ids)
         request = PoolRequest(key, prompt_ids, sampling, priority, self._newest.get(key, 0))
         whole = await self._all_whole(
-            request, await self._ask_any(key, n, request.at_least, _generation(request, sampling, n))
+            request, await self._ask_any(key, n, request.at_least, request.generation(sampling, n, self._rules))
         )
         if session:
             newest = max((completion.versions[-1] for completion in whole if completion.versions), default=0)
@@ -154,7 +171,13 @@ class EnginePool:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
-        return await self._ask_any(session_key("", token_ids), 1, 0, lambda engine: engine.score(token_ids))
+
+        async def ask(replica: Replica) -> list[float]:
+            logprobs = await replica.engine.score(token_ids)
+            check_scores(logprobs, len(token_ids))
+            return logprobs
+
+        return await self._ask_any(session_key("", token_ids), 1, 0, ask)
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Loads the weights into one replica after another; returns when all that answer serve them, and one does.
@@ -162,8 +185,8 @@ class EnginePool:
         Raises `RequestRefused` when every replica refuses them, and `EngineUnavailable` when none answers within the
         patience.
         """
-        async with self._loading:
-            self._target = Target(version, path)
+        async with self._loader.turn:
+            self._loader.aim(version, path)
             refusals: list[RequestRefused] = []
             for wave in waves([m.name for m in self._replicas.values() if m.state is ReplicaState.READY]):
                 async with asyncio.TaskGroup() as loading:
@@ -176,7 +199,7 @@ class EnginePool:
                 raise refusals[0]
             for replica in self._replicas.values():
                 if replica.state is ReplicaState.UPDATING:
-                    self._lose(replica, str(refusals[0]))
+                    self._lose(replica, refusals[0])
             oldest = self._oldest_served
             self._newest = {key: newest for key, newest in self._newest.items() if newest > oldest}
         deadline_s = time.monotonic() + self._patience_s
@@ -195,19 +218,32 @@ class EnginePool:
 
     @property
     def _oldest_served(self) -> int:
-        return oldest_served(self.replicas, self._target.version if self._target else 0)
+        return oldest_served(self.replicas, self._loader.target.version if self._loader.target else 0)
 
     async def _info(self, replica: Replica) -> EngineInfo | None:
         served = replica.version  # before the question: an update may end while it is under way
         try:
-            info = await self._within(replica.engine.info())
+            info = await within(replica.engine.info(), self._check_timeout_s)
+            check_info(info, self._rules.newest)
+            if info.version < served:
+                raise EngineUnavailable(f"{replica.name} lost version {served}: it started anew, or got other weights")
         except EngineError as error:
-            self._lose(replica, str(error))
-            return None
-        if info.version < served:
-            self._lose(replica, f"{replica.name} lost version {served}: it started anew, or got other weights")
+            self._lose(replica, error)
             return None
         return info
+
+    def witnesses(self) -> dict[str, Witness]:
+        """Newest answer of each replica that takes requests, by name; each answer is given once."""
+        found = {}
+        for name, replica in self._replicas.items():
+            if replica.witness is not None and replica.state is not ReplicaState.AWAY:
+                found[name], replica.witness = replica.witness, None
+        return found
+
+    def refute(self, name: str, why: str) -> None:
+        """Notes that an answer of a replica was wrong, if the replica is still there."""
+        if name in self._replicas:
+            self._lose(self._replicas[name], WrongAnswer(why))
 
     async def _whole(self, request: PoolRequest, index: int, sampled: Completion) -> Completion:
         """Continues the completion `sampled` for as long as it is aborted."""
@@ -217,23 +253,27 @@ class EnginePool:
             if rest is None:
                 return replace(sampled, finish_reason=FinishReason.LENGTH)
             at_least = sampled.versions[-1] if sampled.versions else request.at_least
-            (more,) = await self._ask_any(request.key, 1, at_least, _generation(request, rest, 1, sampled.token_ids))
+            asked = request.generation(rest, 1, self._rules, sampled.token_ids)
+            (more,) = await self._ask_any(request.key, 1, at_least, asked)
             if not more.token_ids:
                 await asyncio.sleep(_backoff_s(fruitless))
             fruitless = 0 if more.token_ids else fruitless + 1
             sampled = sampled.then(more)
         return sampled
 
-    async def _ask_any(self, key: bytes, count: int, at_least: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
+    async def _ask_any(self, key: bytes, count: int, at_least: int, ask: Callable[[Replica], Awaitable[T]]) -> T:
         """Answer of the first replica that gives one.
 
-        Raises `RequestRefused`, or `EngineUnavailable` at the deadline.
+        A refused request is asked of one other replica. Raises `RequestRefused`, or `EngineUnavailable` at the
+        deadline.
         """
         deadline_s = time.monotonic() + self._patience_s
         failed: set[str] = set()
-        rounds = 0
+        rounds, refusal = 0, None
         while True:
             replica = chosen(key, self.replicas, count=count, at_least=at_least, avoid=failed)
+            if replica is None and refusal is not None:
+                raise refusal
             if replica is None and failed:  # every possible replica has failed once: try them again after a pause
                 failed.clear()
                 await asyncio.sleep(min(self._left_s(deadline_s), _backoff_s(rounds)))
@@ -241,21 +281,38 @@ class EnginePool:
             elif replica is None:
                 await self._wait(deadline_s)
             else:
+                failed.add(replica.name)
                 try:
                     return await self._ask_replica(replica, count, ask)
-                except EngineUnavailable as error:
-                    failed.add(replica.name)
-                    replica.last_error = self._last_error = str(error)
-                    self._suspected.set()  # and on to the next: checking a replica that hangs takes long
+                except EngineError as error:
+                    if refusal is not None and isinstance(error, RequestRefused):
+                        raise
+                    refusal = error if isinstance(error, RequestRefused) else refusal
+                    self._failed(replica, error)
 
-    async def _ask_replica(self, replica: Replica, count: int, ask: Callable[[PoolEngine], Awaitable[T]]) -> T:
+    def _failed(self, replica: Replica, error: EngineError) -> None:
+        """Notes a failed request. A replica that fails many in a row rests, if another one is there."""
+        replica.last_error = self._last_error = str(error)
+        replica.failures += 1
+        others = (one for one in self._replicas.values() if one is not replica)
+        if isinstance(error, WrongAnswer):
+            self._lose(replica, error)
+        elif replica.failures >= FAILURES_IN_A_ROW and any(one.state is not ReplicaState.AWAY for one in others):
+            replica.rest()
+            self._lose(replica, error)
+        else:
+            self._suspected.set()  # and on to the next: checking a replica that hangs takes long
+
+    async def _ask_replica(self, replica: Replica, count: int, ask: Callable[[Replica], Awaitable[T]]) -> T:
         """Answer of one replica. Raises `EngineUnavailable` also when the replica is lost meanwhile."""
         replica.load += count
         call = asyncio.timeout(None)
         try:
             async with call:
                 replica.calls.add(call)
-                return await ask(replica.engine)
+                answer = await ask(replica)
+            replica.failures = replica.rests = 0
+            return answer
         except TimeoutError:
             raise EngineUnavailable(replica.last_error) from None
         finally:
@@ -266,87 +323,47 @@ class EnginePool:
 
     async def _check(self, replica: Replica) -> None:
         """Checks whether a replica answers, and brings it up when it answers again."""
-        if replica.updating or replica.state is ReplicaState.UPDATING:
+        if replica.loading is not None or replica.state is ReplicaState.UPDATING or replica.resting:
             return
         try:
-            await self._within(replica.engine.alive())
+            await within(replica.engine.alive(), self._check_timeout_s)
+            if replica.state is not ReplicaState.AWAY or replica.loading is not None:
+                return
+            await self._loader.bring_up(replica)
         except EngineError as error:
-            self._lose(replica, str(error))
-            return
-        if replica.state is not ReplicaState.AWAY or replica.updating:
-            return
-        try:
-            replica.version = await self._bring_up(replica.engine)
-        except EngineError as error:
-            replica.last_error = self._last_error = str(error)
+            self._lose(replica, error)
         else:
             replica.state = ReplicaState.READY
             self._notify()
 
-    async def _within(self, answer: Awaitable[T]) -> T:
-        """Answer that must come within the time for a check. Raises `EngineUnavailable` otherwise."""
-        try:
-            async with asyncio.timeout(self._check_timeout_s):
-                return await answer
-        except TimeoutError:
-            raise EngineUnavailable(f"no answer in {self._check_timeout_s:g} s") from None
-
-    async def _bring_up(self, engine: PoolEngine) -> int:
-        """Loads the newest weights into an engine that takes no requests; returns its version.
-
-        The engine may hang, so no update waits for the first load. If newer weights have come by its end, the next
-        update waits for a second load: a slow engine would otherwise never catch up. Raises `EngineUnavailable` for
-        weights of another run.
-        """
-        version = (await self._within(engine.info())).version  # the engine may have restarted
-        newest = max(self._target.version, self._recovered) if self._target else version
-        if version > newest:
-            raise EngineUnavailable(
-                f"expected an engine that serves version {newest} of this run or an older one, got version {version}: "
-                f"its weights are another run's; start it again"
-            )
-        if target := self._newer(version):
-            try:
-                version = await load_target(engine, target)
-            except RequestRefused:
-                if self._target is target:
-                    raise
-                # Refused weights may be gone: files are removed once newer weights are served.
-        if self._newer(version):
-            async with self._loading:
-                if target := self._newer(version):
-                    version = await load_target(engine, target)
-        return version
-
-    def _newer(self, version: int) -> Target | None:
-        """Newer weights that an engine at `version` must load; None when there are none."""
-        return self._target if self._target and self._target.version > version else None
-
     async def _load(self, replica: Replica, refusals: list[RequestRefused]) -> None:
         """Loads the target into one replica, which stays `UPDATING` when it refuses."""
-        assert self._target is not None
+        assert self._loader.target is not None
         if replica.state is not ReplicaState.READY:  # lost meanwhile: it loads the target when it returns
             return
-        replica.state, replica.updating = ReplicaState.UPDATING, True
+        replica.state, replica.loading = ReplicaState.UPDATING, asyncio.current_task()
         try:
-            replica.version = await load_target(replica.engine, self._target)
+            replica.version = await self._loader.loaded(replica.engine, self._loader.target)
         except RequestRefused as error:
             refusals.append(error)
         except EngineUnavailable as error:
-            self._lose(replica, str(error))
+            self._lose(replica, error)
         else:
             replica.state = ReplicaState.READY
             self._notify()
         finally:
-            replica.updating = False
+            replica.loading = None
 
-    def _lose(self, replica: Replica, reason: str) -> None:
+    def _lose(self, replica: Replica, error: EngineError) -> None:
         """Marks a replica as away and returns its requests to the pool: it may hang and never answer them."""
-        replica.state, replica.last_error = ReplicaState.AWAY, reason
-        self._last_error = reason
-        calls, replica.calls = replica.calls, set()  # an expiring timeout cannot be rescheduled again
-        for call in calls:
-            call.reschedule(asyncio.get_running_loop().time())
+        replica.state, replica.last_error, replica.witness = ReplicaState.AWAY, str(error), None
+        self._last_error = str(error)
+        if isinstance(error, WrongAnswer) and not replica.left_out:
+            replica.wrong += 1
+            replica.rest()
+            self._last_error = f"{replica.name} gave a wrong answer: {error}"
+            self._on_event(f"{self._last_error}; {'it is left out' if replica.left_out else 'it rests'}")
+        replica.return_calls()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -368,14 +385,6 @@ class EnginePool:
         if left_s <= 0:
             raise EngineUnavailable(f"no engine for {self._patience_s:g} s; the last error: {self._last_error}")
         return left_s
-
-
-def _generation(
-    request: PoolRequest, sampling: Sampling, n: int, sampled_ids: tuple[int, ...] = ()
-) -> Callable[[PoolEngine], Awaitable[list[Completion]]]:
-    """Call of one engine, which continues the tokens sampled so far."""
-    context = [*request.prompt_ids, *sampled_ids]
-    return lambda engine: engine.generate(context, sampling, n=n, priority=request.priority)
 
 
 def _backoff_s(rounds: int) -> float:

@@ -178,6 +178,18 @@ def sampling_of(params: SamplingParams) -> Sampling:
         raise RequestRefused(f"sampling_params.{error}") from error
 
 
+def versions_of(spans: Sequence[VersionSpan], length: int) -> tuple[int, ...]:
+    """Version of each token of a choice. Raises `ValueError` unless the spans cover its tokens in order."""
+    end = 0
+    for span in spans:
+        if not end == span.start < span.end <= length:
+            raise ValueError(f"weight_versions: expected spans in order up to {length}, got {span.start}:{span.end}")
+        end = span.end
+    if end != length:
+        raise ValueError(f"weight_versions: expected spans up to {length}, got {end}")
+    return tuple(int(span.version) for span in spans for _ in range(span.start, span.end))
+
+
 def choice_of(index: int, one: Completion) -> GeneratedChoice:
     """Choice of a completion, with a span for each run of tokens of one Version."""
     spans: list[VersionSpan] = []

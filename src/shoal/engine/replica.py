@@ -1,17 +1,26 @@
-"""Replica: an engine of the pool, its required methods, its known state, its weight updates, and requests to it."""
+"""Replica: an engine of the pool, its required methods, its known state, and requests to it.
+
+A replica that gives a wrong answer, or fails many requests in a row beside others that answer, rests. After
+`MOST_WRONG` wrong answers it is left out.
+
+"""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from shoal.engine.answers import AnswerRules, AskedFor, check_completions
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
 from shoal.types import Sampling
 
-UPDATE_TIMEOUT_S = 900.0
+REST_S, LONGEST_REST_S = 5.0, 60.0
+MOST_WRONG = 3
+FAILURES_IN_A_ROW = 8
+
+T = TypeVar("T")
 
 
 class ReplicaState(StrEnum):
@@ -47,32 +56,66 @@ class Replica:
     version: int
     state: ReplicaState = ReplicaState.READY
     load: int = 0
+    max_model_len: int = 0
+    """Tokens of its longest sequence, as it reported."""
     """Sequences that the pool has running here."""
     last_error: str = ""
-    updating: bool = False
-    """Whether an update loads weights into the engine now; also possible after the engine was lost."""
+    loading: asyncio.Task[None] | None = None
+    """Update that loads weights into the engine now; also possible after the engine was lost."""
     watch: asyncio.Task[None] | None = None
     """Task of the latest check; a hanging engine keeps it from ending."""
     calls: set[asyncio.Timeout] = field(default_factory=set)
     """Timeouts of the requests under way; expiring a timeout returns its request to the pool."""
+    wrong: int = 0
+    """Wrong answers so far."""
+    failures: int = 0
+    """Failed requests since the last answer."""
+    rests: int = 0
+    """Rests since the last answer."""
+    rests_until_s: float = 0.0
+    witness: "Witness | None" = None
+    """Newest answer that another party can recompute."""
+
+    @property
+    def resting(self) -> bool:
+        """Whether the replica is left alone for now, or for good."""
+        return self.left_out or self.rests_until_s > asyncio.get_running_loop().time()
+
+    @property
+    def left_out(self) -> bool:
+        """Whether the replica has given so many wrong answers that it is asked no more."""
+        return self.wrong >= MOST_WRONG
+
+    def rest(self) -> None:
+        """Begins a rest, twice as long as the one before."""
+        self.failures, self.rests = 0, self.rests + 1
+        rest_s = min(REST_S * 2.0 ** (self.rests - 1), LONGEST_REST_S)
+        self.rests_until_s = asyncio.get_running_loop().time() + rest_s
+
+    def return_calls(self) -> None:
+        """Expires the timeouts of the requests under way, which return to the pool."""
+        calls, self.calls = self.calls, set()  # an expiring timeout cannot be rescheduled again
+        now_s = asyncio.get_running_loop().time()
+        for call in calls:
+            call.reschedule(now_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Weights that all engines should serve."""
+class Witness:
+    """Answer of a replica with its prompt and sampling, for a comparison of its logprobs."""
 
-    version: int
-    path: Path
+    prompt_ids: Sequence[int]
+    completion: Completion
+    sampling: Sampling
 
 
-async def load_target(engine: PoolEngine, target: Target) -> int:
-    """Has an engine load the target; returns its version. Raises `EngineUnavailable` after `UPDATE_TIMEOUT_S`."""
+async def within(answer: Awaitable[T], timeout_s: float) -> T:
+    """Answer that must come in time. Raises `EngineUnavailable` otherwise."""
     try:
-        async with asyncio.timeout(UPDATE_TIMEOUT_S):
-            await engine.update_weights(target.version, target.path)
+        async with asyncio.timeout(timeout_s):
+            return await answer
     except TimeoutError:
-        raise EngineUnavailable(f"version {target.version} was not loaded in {UPDATE_TIMEOUT_S:g} s") from None
-    return target.version
+        raise EngineUnavailable(f"no answer in {timeout_s:g} s") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,3 +128,18 @@ class PoolRequest:
     priority: int
     at_least: int
     """Version of the newest token of its session."""
+
+    def generation(
+        self, sampling: Sampling, n: int, rules: AnswerRules, sampled_ids: tuple[int, ...] = ()
+    ) -> Callable[[Replica], Awaitable[list[Completion]]]:
+        """Call of one replica, which continues the tokens sampled so far; its answer is checked."""
+        context = [*self.prompt_ids, *sampled_ids]
+
+        async def ask(replica: Replica) -> list[Completion]:
+            asked = AskedFor(len(context), sampling, n, replica.version, replica.max_model_len)
+            answer = await replica.engine.generate(context, sampling, n=n, priority=self.priority)
+            check_completions(answer, asked, rules)
+            replica.witness = Witness(context, answer[0], sampling)
+            return answer
+
+        return ask

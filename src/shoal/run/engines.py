@@ -18,13 +18,14 @@ from typing import TypeAlias
 
 from shoal.cluster.registry import EngineRole, Role, RoleLine, Roles
 from shoal.config import Config
+from shoal.engine.answers import MOST_TOKENS, AnswerRules
 from shoal.engine.detect_server import connect
 from shoal.engine.http_client import HttpEngine, PullingEngine
 from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
 from shoal.net.process import GRACE_S, Child
-from shoal.run.prepared import Prepared, sampling_of
+from shoal.run.prepared import Prepared, sampling_of, sizes_of
 
 START_TIMEOUT_S = 300.0
 SHORT_LIFE_S = 60.0
@@ -88,7 +89,9 @@ async def engines(
     what is needed, and `EngineUnavailable` when no remote engine answers.
     """
     engine = settings.config.engine
-    pool = EnginePool(initial=settings.prepared.model_dir, recovered=settings.recovered)
+    model_dir, replays = settings.prepared.model_dir, settings.config.train.router_replay
+    rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays)
+    pool = EnginePool(initial=model_dir, recovered=settings.recovered, rules=rules, on_event=on_event)
     names = engine.urls or _own_names(engine.count)
     keeper, joined = _Keeper(settings, pool, on_event, own), _Joined(pool)
     keep = keeper.keep_remote if engine.urls else keeper.keep_own
@@ -111,12 +114,15 @@ async def engines(
             for failure in keeper.failures:
                 on_event(failure)
             keeping.append(tasks.create_task(pool.watch(), name="watching the engines"))
-            yield pool
+            try:
+                yield pool
+            finally:  # before the keepers take leave of engines, which may be stopped
+                if roles is not None:
+                    roles.close(EngineRole)
+                await pool.aclose()
             for task in keeping:
                 task.cancel()
     finally:
-        if roles is not None:
-            roles.close(EngineRole)
         await pool.aclose()
 
 
@@ -210,10 +216,10 @@ class _Keeper:
                 return
             except EngineUnavailable as error:
                 if not ready.is_set():
-                    self.failures.append(str(error))
+                    self.failures.append(f"engine {url}: {error}")
             except (ConfigError, RequestRefused) as error:
                 if not ready.is_set():
-                    raise
+                    raise type(error)(f"engine {url}: {error}") from error
                 if not reported:
                     self.on_event(f"{url} cannot join, and is asked again: {error}")
                 reported = True

@@ -1,0 +1,118 @@
+"""Check of the answers of engines: whole, before anything of them is kept.
+
+An engine may run on another host, with other software. An answer that is wrong in any field counts as a failure of that
+engine (`WrongAnswer`), and another engine is asked.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shoal.errors import EngineUnavailable
+from shoal.interfaces import EngineInfo
+from shoal.types import Completion, FinishReason, Sampling
+
+MOST_INTEGER = 2**63 - 1
+"""The largest integer that the log and the metrics hold."""
+LOWEST_LOGPROB = -3.4e38
+"""Lower bound of float32, in which engines and trainers compute logprobs."""
+MOST_TOKENS = 2**31 - 1
+"""Vocabulary of a model that does not say how many tokens it has."""
+ROOM_LEFT = 8
+"""Tokens of its context that a server of another project may leave unused where it ends an answer."""
+
+
+class WrongAnswer(EngineUnavailable):
+    """An answer that no engine with the run's weights gives."""
+
+
+@dataclass(slots=True)
+class AnswerRules:
+    """Rules of a run for the answers of all its engines."""
+
+    vocab_size: int = MOST_TOKENS
+    routing: bool = True
+    """Whether answers may carry the experts of their tokens."""
+    newest: int = MOST_INTEGER
+    """Newest Version that may sample a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskedFor:
+    """A request as its answer is checked against it."""
+
+    prompt_len: int
+    sampling: Sampling
+    n: int
+    oldest: int
+    """Oldest Version that may sample a token."""
+    max_model_len: int
+
+
+def check_completions(answer: Sequence[Completion], asked: AskedFor, rules: AnswerRules) -> None:
+    """Raises `WrongAnswer`, which names the field, what was expected and what came."""
+    if len(answer) != asked.n:
+        raise _wrong("choices", f"{asked.n} completions", len(answer))
+    for one in answer:
+        _check_tokens(one, asked, rules)
+        _check_end(one, asked)
+        if one.routing and not rules.routing:
+            raise _wrong("routing", "none, the run replays no routing", f"{len(one.routing)} bytes")
+        positions = asked.prompt_len + len(one.token_ids) - 1
+        if one.routing and (positions < 1 or len(one.routing) % positions):
+            raise _wrong("routing", f"a multiple of {positions} bytes", len(one.routing))
+
+
+def _check_tokens(one: Completion, asked: AskedFor, rules: AnswerRules) -> None:
+    outside = [token for token in one.token_ids if not 0 <= token < rules.vocab_size]
+    if outside:
+        raise _wrong("token_ids", f"numbers from 0 to {rules.vocab_size - 1}", outside[0])
+    unknown = [version for version in one.versions if not asked.oldest <= version <= rules.newest]
+    if unknown:
+        raise _wrong("weight_versions", f"Versions from {asked.oldest} to {rules.newest}", unknown[0])
+    if min(one.logprobs, default=0.0) < LOWEST_LOGPROB:
+        raise _wrong("logprobs", f"at least {LOWEST_LOGPROB:g} nats", min(one.logprobs))
+
+
+def _check_end(one: Completion, asked: AskedFor) -> None:
+    count, stops = len(one.token_ids), asked.sampling.stop_token_ids
+    if count > asked.sampling.max_tokens:
+        raise _wrong("token_ids", f"at most {asked.sampling.max_tokens} tokens", count)
+    stopped = [index for index, token in enumerate(one.token_ids) if token in stops]
+    match one.finish_reason:
+        case FinishReason.STOP if stopped != [count - 1]:
+            raise _wrong("finish_reason", "stop only at the first stop token", f"stop after {count} tokens")
+        case FinishReason.LENGTH if stopped:
+            raise _wrong("finish_reason", "stop at a stop token", f"{count - 1 - stopped[0]} tokens more")
+        case FinishReason.LENGTH:
+            room = asked.max_model_len - asked.prompt_len - ROOM_LEFT
+            if count < min(asked.sampling.max_tokens, max(room, 1)):
+                raise _wrong("finish_reason", "length only where the tokens or the context end", f"{count} tokens")
+        case FinishReason.ABORT if stopped:
+            raise _wrong("finish_reason", "stop at a stop token", "abort")
+
+
+def check_scores(logprobs: Sequence[float], tokens: int) -> None:
+    """Checks the logprobs of a row of tokens. Raises `WrongAnswer`."""
+    if len(logprobs) != tokens - 1:
+        raise _wrong("logprobs", f"{tokens - 1} numbers", len(logprobs))
+    outside = [one for one in logprobs if not (math.isfinite(one) and one <= 0)]
+    if outside:
+        raise _wrong("logprobs", "finite numbers <= 0", outside[0])
+
+
+def check_info(info: EngineInfo, newest: int = MOST_INTEGER) -> None:
+    """Checks the figures that an engine reports of itself; `newest` bounds its Version. Raises `WrongAnswer`."""
+    names = ("tokens_drawn", "tokens_prefilled", "interruptions", "running", "waiting")
+    least = dict.fromkeys(names, 0) | {"version": -1, "max_model_len": 1}
+    for name, lowest in least.items():
+        if not lowest <= getattr(info, name) <= MOST_INTEGER:
+            raise _wrong(name, f"an integer from {lowest} to {MOST_INTEGER}", getattr(info, name))
+    if info.version > newest:
+        raise _wrong("version", f"at most {newest}", info.version)
+    if not 0 <= info.busy_share <= 1:
+        raise _wrong("busy_share", "a number from 0 to 1", info.busy_share)
+
+
+def _wrong(field: str, expected: str, came: object) -> WrongAnswer:
+    return WrongAnswer(f"{field}: expected {expected}, got {came}")
