@@ -38,7 +38,7 @@ class AnswerRules:
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFor:
+class AskedTokens:
     """A request as its answer is checked against it."""
 
     prompt_len: int
@@ -49,7 +49,7 @@ class AskedFor:
     max_model_len: int
 
 
-def check_completions(answer: Sequence[Completion], asked: AskedFor, rules: AnswerRules) -> None:
+def check_completions(answer: Sequence[Completion], asked: AskedTokens, rules: AnswerRules) -> None:
     """Raises `WrongAnswer`, which names the field, what was expected and what came."""
     if len(answer) != asked.n:
         raise _wrong("choices", f"{asked.n} completions", len(answer))
@@ -63,7 +63,7 @@ def check_completions(answer: Sequence[Completion], asked: AskedFor, rules: Answ
             raise _wrong("routing", f"a multiple of {positions} bytes", len(one.routing))
 
 
-def _check_tokens(one: Completion, asked: AskedFor, rules: AnswerRules) -> None:
+def _check_tokens(one: Completion, asked: AskedTokens, rules: AnswerRules) -> None:
     outside = [token for token in one.token_ids if not 0 <= token < rules.vocab_size]
     if outside:
         raise _wrong("token_ids", f"numbers from 0 to {rules.vocab_size - 1}", outside[0])
@@ -74,7 +74,7 @@ def _check_tokens(one: Completion, asked: AskedFor, rules: AnswerRules) -> None:
         raise _wrong("logprobs", f"at least {LOWEST_LOGPROB:g} nats", min(one.logprobs))
 
 
-def _check_end(one: Completion, asked: AskedFor) -> None:
+def _check_end(one: Completion, asked: AskedTokens) -> None:
     count, stops = len(one.token_ids), asked.sampling.stop_token_ids
     if count > asked.sampling.max_tokens:
         raise _wrong("token_ids", f"at most {asked.sampling.max_tokens} tokens", count)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from shoal.engine.answers import AnswerRules, AskedFor, check_completions
+from shoal.engine.answers import AnswerRules, AskedTokens, check_completions
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
 from shoal.types import Sampling
@@ -136,7 +136,7 @@ class PoolRequest:
         context = [*self.prompt_ids, *sampled_ids]
 
         async def ask(replica: Replica) -> list[Completion]:
-            asked = AskedFor(len(context), sampling, n, replica.version, replica.max_model_len)
+            asked = AskedTokens(len(context), sampling, n, replica.version, replica.max_model_len)
             answer = await replica.engine.generate(context, sampling, n=n, priority=self.priority)
             check_completions(answer, asked, rules)
             replica.witness = Witness(context, answer[0], sampling)
