@@ -28,7 +28,6 @@ from shoal.engine.replica import (
     PoolRequest,
     Replica,
     ReplicaState,
-    Witness,
     within,
 )
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
@@ -232,19 +231,6 @@ class EnginePool:
             return None
         return info
 
-    def witnesses(self) -> dict[str, Witness]:
-        """Newest answer of each replica that takes requests, by name; each answer is given once."""
-        found = {}
-        for name, replica in self._replicas.items():
-            if replica.witness is not None and replica.state is not ReplicaState.AWAY:
-                found[name], replica.witness = replica.witness, None
-        return found
-
-    def refute(self, name: str, why: str) -> None:
-        """Notes that an answer of a replica was wrong, if the replica is still there."""
-        if name in self._replicas:
-            self._lose(self._replicas[name], WrongAnswer(why))
-
     async def _whole(self, request: PoolRequest, index: int, sampled: Completion) -> Completion:
         """Continues the completion `sampled` for as long as it is aborted."""
         fruitless = 0
@@ -356,7 +342,7 @@ class EnginePool:
 
     def _lose(self, replica: Replica, error: EngineError) -> None:
         """Marks a replica as away and returns its requests to the pool: it may hang and never answer them."""
-        replica.state, replica.last_error, replica.witness = ReplicaState.AWAY, str(error), None
+        replica.state, replica.last_error = ReplicaState.AWAY, str(error)
         self._last_error = str(error)
         if isinstance(error, WrongAnswer) and not replica.left_out:
             replica.wrong += 1

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 from shoal.engine.answers import AnswerRules, AskedTokens, check_completions
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
-from shoal.types import Sampling
+from shoal.types import Completion, Sampling
 
 REST_S, LONGEST_REST_S = 5.0, 60.0
 MOST_WRONG = 3
@@ -73,8 +73,6 @@ class Replica:
     rests: int = 0
     """Rests since the last answer."""
     rests_until_s: float = 0.0
-    witness: "Witness | None" = None
-    """Newest answer that another party can recompute."""
 
     @property
     def resting(self) -> bool:
@@ -98,15 +96,6 @@ class Replica:
         now_s = asyncio.get_running_loop().time()
         for call in calls:
             call.reschedule(now_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Witness:
-    """Answer of a replica with its prompt and sampling, for a comparison of its logprobs."""
-
-    prompt_ids: Sequence[int]
-    completion: Completion
-    sampling: Sampling
 
 
 async def within(answer: Awaitable[T], timeout_s: float) -> T:
@@ -139,7 +128,6 @@ class PoolRequest:
             asked = AskedTokens(len(context), sampling, n, replica.version, replica.max_model_len)
             answer = await replica.engine.generate(context, sampling, n=n, priority=self.priority)
             check_completions(answer, asked, rules)
-            replica.witness = Witness(context, answer[0], sampling)
             return answer
 
         return ask
