@@ -180,3 +180,32 @@ def test_a_run_that_does_not_say_its_machine_has_unknown_hours(tmp_path: Path) -
     metrics.write_text("".join(line for line in lines if '"machine"' not in line))
     rows = dict(cost("run", read_run(run_dir), Prices(gpu_hour=1.0)).rows)
     assert (rows["core-hours"], rows["price"], rows["core-hours per point"]) == ("unknown", "unknown", "none gained")
+
+
+NUMBERS = {
+    "/rollouts": ("step", "version", "tokens_from", "tokens_to", "page"),
+    "/group": ("seq", "position", "first"),
+    "/tokens": ("seq", "position", "first"),
+    "/heldout": ("page",),
+}
+"""Pages, and the fields of their addresses that are numbers."""
+
+
+def test_a_number_that_no_page_computes_with_is_refused_by_its_field(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "run")
+        await run.step(["right", "wrong"])
+        await run.close()
+        async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http:
+            for page, fields in NUMBERS.items():
+                needed = {"seq": 1} if "seq" in fields else {}
+                for field in fields:
+                    for value in (2**53 + 1, -(2**63), 2**64, 10**30):
+                        async with http.get(f"{url}{page}", params={**needed, field: value}) as answer:
+                            text = await answer.text()
+                            assert answer.status == 400, (page, field, value, text)
+                        assert f"{field}: expected a number" in text or f"$.{field}" in text
+                    async with http.get(f"{url}{page}", params={**needed, field: 2**53}) as answer:
+                        assert answer.status < 500, (page, field)
+
+    asyncio.run(check())

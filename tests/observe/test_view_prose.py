@@ -5,9 +5,10 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from markupsafe import Markup
 
 from payloads import PAYLOADS
-from shoal.observe.view.prose import ATTRIBUTES, MATH_TAGS, TEXT_TAGS, prose
+from shoal.observe.view.prose import ATTRIBUTES, MATH_TAGS, TEXT_TAGS, markdown_of_a_page, prose
 
 PIECES = (
     *("$", "$$", "\\(", "\\)", "\\[", "\\]", "\\begin{align}", "\\end{align}", "\\text{", "\\href{", "}"),
@@ -87,3 +88,17 @@ def test_a_huge_text_is_shown_without_being_parsed() -> None:
     page = str(prose("**a** " * 10_000))
     assert page.startswith("<pre>")
     assert "<strong>" not in page
+
+
+@pytest.mark.parametrize(
+    "piece", ["- a\n", "$&&&$", "**a** ", "*a_", "\\(x\\) ", "> - ", "| a |\n|--|\n", "`", "[", "# a\n"]
+)
+def test_the_texts_of_a_page_share_a_bound_of_markdown(piece: str) -> None:
+    """What is beyond it is shown whole, as written."""
+    few = piece * (2000 // (2 * len(piece)))
+    written = Markup("<pre>{}</pre>").format(few)
+    with markdown_of_a_page():
+        shown = [prose(few) == written for _ in range(60)]
+    assert shown[0] is False
+    assert shown[-1] is True
+    assert prose(few) != written, "the next page has a bound for itself"

@@ -46,7 +46,7 @@ from shoal.observe.token_files import trained_tokens
 from shoal.observe.view.cost import Prices, costs
 from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
-from shoal.observe.view.prose import prose, visible
+from shoal.observe.view.prose import markdown_of_a_page, prose, visible
 from shoal.observe.view.reading import asked, glance, said, shortened, shown
 from shoal.observe.view.swarm import influence, swarm_status
 from shoal.observe.view.timeline import timeline
@@ -73,6 +73,8 @@ SCALES = {
     "gradient": "made less likely to made more likely",
     "fate": "red: clipped or masked; light: no gradient; pale blue: capped; blue: trained; grey: given",
 }
+MOST_NUMBER = 2**53
+"""Numbers of an address, which SQLite computes with."""
 T = TypeVar("T")
 
 
@@ -166,7 +168,8 @@ class ViewServer:
 
     def _page(self, http: Request, template: str, *, code: int = 200, **values: object) -> Response:
         shown = {"runs": list(self._runs), "page": http.url.path, "run": None, **values}
-        return HTMLResponse(self._pages.get_template(template).render(shown), code)
+        with markdown_of_a_page():
+            return HTMLResponse(self._pages.get_template(template).render(shown), code)
 
     async def _refusal(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, ShoalError)
@@ -310,9 +313,13 @@ def _asked(http: Request, kind: type[T]) -> T:
     """A request's query as `kind`; empty fields are not given. Raises `Refused`, naming the field."""
     given = {name: value for name, value in http.query_params.items() if value != ""}
     try:
-        return msgspec.convert(given, kind, strict=False)
+        wanted = msgspec.convert(given, kind, strict=False)
     except msgspec.ValidationError as error:
         raise Refused(400, f"address: {error}") from error
+    for name, value in msgspec.to_builtins(wanted).items():
+        if isinstance(value, int) and abs(value) > MOST_NUMBER:
+            raise Refused(400, f"address: {name}: expected a number up to {MOST_NUMBER}, got {value}")
+    return wanted
 
 
 def _last_step(run: RunRecords) -> int | None:
