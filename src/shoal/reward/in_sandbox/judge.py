@@ -9,43 +9,98 @@ are made here, of Python's own types. No object, name or code of the program eve
 import builtins
 import json
 import marshal
+import math
 import os
 import sys
 
 LONGEST_LINE = 1 << 20
-KINDS = {
-    "i": lambda text: int(text, 16),
-    "f": float,
-    "b": bytes.fromhex,
-    "c": lambda pair: complex(float(pair[0]), float(pair[1])),
-}
 SEQUENCES = {"t": tuple, "s": set, "z": frozenset, "n": iter}
 ITERATORS = []
 """True after an iterator of the program came in."""
+TESTS = {"words": ""}
+"""Text of the tests that run, in lower case: only tests that speak of nan and inf get such values."""
 
 
 class TestsRefused(BaseException):
     """No program can be judged by these tests."""
 
 
+class Wrong(BaseException):
+    """The program's value is none. No `except Exception` and no expected error of a test takes it for the program's."""
+
+
+def _stays(nan, *_):
+    return nan
+
+
+def _has_no_order(*_):
+    raise Wrong("the program gave NaN, which has no order")
+
+
+_ARITHMETIC = "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs round"
+_ORDERS = dict.fromkeys(("__lt__", "__le__", "__gt__", "__ge__"), _has_no_order)
+Nan = type("Nan", (float,), {**_ORDERS, **{f"__{name}__": _stays for name in _ARITHMETIC.split()}})
+"""NaN of the program: it stays itself in arithmetic, so that max() and min() cannot lose it."""
+
+
+def real(text):
+    """A floating-point number of the program. Raises `Wrong` for a number that is not finite and that no test names."""
+    value = float(text)
+    if math.isfinite(value):
+        return value
+    if ("nan" if value != value else "inf") not in TESTS["words"]:
+        raise Wrong(f"the program gave {value}, which no test speaks of")
+    return Nan(value) if value != value else value
+
+
+KINDS = {
+    "i": lambda text: int(text, 16),
+    "f": real,
+    "b": bytes.fromhex,
+    "c": lambda pair: complex(real(pair[0]), real(pair[1])),
+}
+
+
+class Begin:
+    """First items of an iterator that had too many to be read."""
+
+    def __init__(self, items):
+        self.items = iter(items)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        for item in self.items:
+            return item
+        raise Wrong("the program's iterator gives too many items")
+
+    def __contains__(self, _):
+        raise Wrong("the program's iterator gives too many items to look for one")
+
+
 class JudgedProgram:
     """The other sandbox. `fault` is the program's fault after which no test can run; empty without a fault.
 
     `missing` is a name that a test wanted and the program does not have. `has_spoken` is true after the first value of
-    the program, because the program may have caused any later error.
+    the program, because the program may have caused any later error; `words` counts its values.
     """
 
     def __init__(self, channel):
         self.requests, self.replies = os.fdopen(os.dup(channel), "wb"), os.fdopen(os.dup(channel), "rb")
-        self.fault, self.missing, self.has_spoken = "", "", False
+        self.fault, self.missing, self.words = "", "", 0
+
+    @property
+    def has_spoken(self):
+        return self.words > 0
 
     def ask(self, *request):
-        """The program's reply. Raises `TestsRefused` for arguments that are no plain values, and `RuntimeError`."""
+        """The program's reply. Raises `TestsRefused` for arguments that are no plain values, and `Wrong`."""
         try:
             packed = marshal.dumps(request)
         except ValueError:
             if ITERATORS:
-                raise TypeError("the program gave an iterator, which cannot be handed back to it") from None
+                raise Wrong("the program gave an iterator, which cannot be handed back to it") from None
             raise TestsRefused(f"a test hands {request[0]} something that is no plain value") from None
         try:
             self.requests.write(packed)
@@ -55,15 +110,15 @@ class JudgedProgram:
             line = b""
         if not line.endswith(b"\n"):
             self.fault = self.fault or "the program ended, or said too much"
-            raise RuntimeError(self.fault)
+            raise Wrong(self.fault)
         try:
-            reply = json.loads(line)
+            reply = json.loads(line, parse_constant=real)
             self.fault = self.fault or reply.get("failed", "")
         except (ValueError, RecursionError, AttributeError):
             self.fault = "the program's reply is none"
         if self.fault:
-            raise ImportError(self.fault)
-        self.has_spoken = self.has_spoken or "function" not in reply
+            raise Wrong(self.fault)
+        self.words += "function" not in reply
         sys.stdout.write(str(reply.get("o", "")))
         return reply
 
@@ -93,21 +148,28 @@ class JudgedProgram:
 
 
 def value_of(tree, name):
-    """The value of a reply; an odd reply raises an error, so that the test fails."""
+    """The value of a reply. Raises `Wrong` for a value that is not plain, so that the test fails."""
     if isinstance(tree, list):
         return [value_of(item, name) for item in tree]
+    if isinstance(tree, float):
+        return real(tree)
     if not isinstance(tree, dict):
         return tree
-    ((tag, inner),) = tree.items()
-    if tag == "d":
-        return {value_of(key, name): value_of(item, name) for key, item in inner}
-    if tag == "n":
-        ITERATORS.append(name)
-    if tag in SEQUENCES:
-        return SEQUENCES[tag]([value_of(item, name) for item in inner])
-    if tag in KINDS:
-        return KINDS[tag](inner)
-    raise TypeError(f"{name} gave {inner}, which is no plain value")
+    try:
+        ((tag, inner),) = tree.items()
+        if tag == "d":
+            return {value_of(key, name): value_of(item, name) for key, item in inner}
+        if tag in ("n", "m"):
+            ITERATORS.append(name)
+        if tag == "m":
+            return Begin([value_of(item, name) for item in inner])
+        if tag in SEQUENCES:
+            return SEQUENCES[tag]([value_of(item, name) for item in inner])
+        if tag in KINDS:
+            return KINDS[tag](inner)
+    except (TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
+        raise Wrong(f"{name} gave no plain value: {error}") from None
+    raise Wrong(f"{name} gave {inner}, which is no plain value")
 
 
 def restore(arg, back):
@@ -120,18 +182,26 @@ def restore(arg, back):
 
 
 def error_of(kinds, text):
-    """The error class of Python from which the program's error class derives."""
+    """The error class of Python from which the program's error class derives.
+
+    As in a generator (PEP 479), an end of iteration is a `RuntimeError`: it would end loops of the test.
+    """
     for kind in kinds:
         found = getattr(builtins, str(kind), None)
-        if isinstance(found, type) and issubclass(found, Exception) and found is not UnicodeDecodeError:
-            return found(text.partition(": ")[2])
+        if isinstance(found, type) and issubclass(found, Exception):
+            if issubclass(found, (StopIteration, StopAsyncIteration)):
+                break
+            try:
+                return found(text.partition(": ")[2])
+            except TypeError:  # it wants more than a text, as UnicodeDecodeError does
+                continue
     return RuntimeError(text)
 
 
 def run_snippets(tests, program, report):
     """Runs statements whose assertions must hold, each with its own names and the program's."""
     for number, (text, names) in enumerate(tests["snippets"]):
-        why = ""
+        why, TESTS["words"] = "", text.lower()
         try:
             scope = {"__name__": "test", **{name: program.attribute(name) for name in names}}
             exec(compile(text, "test", "exec"), scope)
@@ -139,7 +209,7 @@ def run_snippets(tests, program, report):
             raise
         except BaseException as error:
             why = f"{type(error).__name__}: {error}".strip(": ")
-        report(f"test {number + 1}", why)
+        report(f"test {number + 1}", why or program.fault)
 
 
 def run_file(tests, program, report):
@@ -160,23 +230,39 @@ def run_file(tests, program, report):
 
     class Plugin:
         refused, broken, count = "", "", 0
+        before = collected = shared = 0
+        """Values of the program before this test, at the end of collection, and in set-up that tests may share."""
 
         def pytest_collectreport(self, report):
             if report.failed:
                 self.broken = f"the test file cannot be collected: {str(report.longrepr)[-300:]}"
+
+        def pytest_collection_finish(self):
+            self.collected = self.shared = program.words
+
+        def pytest_runtest_logstart(self):
+            self.before = program.words
 
         def pytest_exception_interact(self, call):
             kind = call.excinfo.type.__name__
             if kind in ("FixtureLookupError", "TestsRefused"):
                 self.refused = f"{kind}: {call.excinfo.value}"
 
+        def is_skipped_by_program(self, report):
+            """True if the program may have caused the skip, or the expected failure."""
+            is_marked = any(name in report.keywords for name in ("skip", "skipif", "xfail"))
+            return self.collected > 0 if is_marked else self.shared > 0 or program.words > self.before
+
         def pytest_runtest_logreport(self, report):
-            if report.outcome == "failed" or (report.when == "call" and report.outcome == "passed"):
+            if report.when == "setup" and program.words > self.before:
+                self.shared = program.words
+            is_skipped = report.outcome == "skipped" and self.is_skipped_by_program(report)
+            if report.outcome == "failed" or is_skipped or (report.when == "call" and report.outcome == "passed"):
                 self.count += 1
-                why = str(report.longrepr)[-300:] or "failed" if report.outcome == "failed" else ""
+                why = str(report.longrepr)[-300:] or "failed" if report.outcome != "passed" else ""
                 said(report.nodeid.partition("::")[2], why)
 
-    said, plugin = report, Plugin()
+    said, plugin, TESTS["words"] = report, Plugin(), tests["file"].lower()
     sys.modules["solution"] = Solution("solution")
     with open("test_solution.py", "w") as file:
         file.write(tests["file"])

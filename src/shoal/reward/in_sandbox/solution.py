@@ -181,7 +181,8 @@ def text(value):
         if isinstance(value, kind):
             return f'{{"{tag}": {listed(kind.__iter__(value))}}}'
     if hasattr(type(value), "__next__") or isinstance(value, (range, *VIEWS)):
-        return f'{{"n": {listed(item for item, _ in zip(value, range(MOST_ITEMS), strict=False))}}}'
+        items = [item for item, _ in zip(value, range(MOST_ITEMS + 1), strict=False)]
+        return f'{{"{"m" if len(items) > MOST_ITEMS else "n"}": {listed(items[:MOST_ITEMS])}}}'
     return f'{{"r": {quoted(repr(value)[:200])}}}'
 
 
