@@ -50,13 +50,25 @@ class Recent(OrderedDict[K, V]):
 
 
 class Buckets:
-    """Token buckets of the `MOST_RATED` names that asked last."""
+    """Token buckets by name. Invariant: no name has its bucket full again sooner than its rate fills it.
+
+    Of `MOST_RATED` names only those with a full bucket are forgotten. When there are none, further names share one.
+    """
 
     def __init__(self, rate_per_s: float, burst: float) -> None:
         self._rate_per_s, self._burst = rate_per_s, burst
-        self._of: Recent[str, Bucket] = Recent(MOST_RATED)
+        self._of: OrderedDict[str, Bucket] = OrderedDict()
+        self._others = Bucket(rate_per_s, burst)
 
-    def take(self, name: str, now_s: float) -> bool:
-        """Takes one from the bucket of a name if it is there, and returns whether it was."""
-        self._of[name] = bucket = self._of.get(name) or Bucket(self._rate_per_s, self._burst)
-        return bucket.take(now_s)
+    def take(self, name: str, now_s: float, amount: float = 1.0) -> bool:
+        """Takes an amount from the bucket of a name if it is there, and returns whether it was."""
+        if name not in self._of:
+            if len(self._of) >= MOST_RATED:
+                oldest, bucket = next(iter(self._of.items()))
+                bucket.take(now_s, 0.0)
+                if bucket.used:
+                    return self._others.take(now_s, amount)
+                del self._of[oldest]
+            self._of[name] = Bucket(self._rate_per_s, self._burst)
+        self._of.move_to_end(name)
+        return self._of[name].take(now_s, amount)

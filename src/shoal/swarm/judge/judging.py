@@ -1,7 +1,8 @@
 """A judge commits to rounds, issues challenges and grades answers.
 
 A challenge costs the judge two draws of every question and one scoring of every answer, so requests are limited. Each
-peer has a limit of its own. All peers that never answered share one, since identities cost nothing.
+peer has a limit of its own. All peers that never answered share one, since identities cost nothing; a request refused
+for it costs the peer none of its own.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ class Rules:
     peer_every_s: float = 30.0
     """Seconds between challenges of one peer, on average."""
     peer_burst: float = 10.0
-    newcomers_every_s: float = 2.0
+    newcomers_every_s: float = 0.1
     """Seconds between challenges of all peers that never answered one."""
     newcomers_burst: float = 30.0
     open_at_once: int = 3
@@ -98,7 +99,8 @@ class Judge:
         self._identity, self._drawer, self._scorer, self._steady = identity, drawer, scorer, steady
         self._turn = asyncio.Lock()
         self._grading: set[str] = set()
-        self._peers = Buckets(1 / self.rules.peer_every_s, self.rules.peer_burst)
+        rate_per_s, burst = 1 / self.rules.peer_every_s, self.rules.peer_burst
+        self._peers, self._unanswering = Buckets(rate_per_s, burst), Buckets(rate_per_s, burst)
         self._newcomers = Bucket(1 / self.rules.newcomers_every_s, self.rules.newcomers_burst)
         trial = draw_questions(drawer, self._round(0, 0.0, b""), b"", self.peer_id, "", 0)
         size = sum(len(wire.encode(ChallengeQuestion(task.service, task.messages))) for task in trial)
@@ -178,10 +180,13 @@ class Judge:
 
     def _admit(self, peer_id: str) -> None:
         """Raises `Refused` for a peer that asks too often."""
-        if not self._peers.take(peer_id, self._steady()):
+        newcomer, now_s = not self.store.history(peer_id, 0.0)[2], self._steady()
+        if newcomer and not self._newcomers.take(now_s):
+            raise Refused(429, "too many newcomers ask; try again in a few seconds")
+        if not (self._unanswering if newcomer else self._peers).take(peer_id, now_s):
+            if newcomer:
+                self._newcomers.spend(-1.0)  # a name that asks too often takes nothing of the others
             raise Refused(429, f"one challenge every {self.rules.peer_every_s:g} s, please")
-        if not self.store.history(peer_id, 0.0)[2] and not self._newcomers.take(self._steady()):
-            raise Refused(429, "too many newcomers ask; try again in a minute")
 
     def _current(self) -> tuple[Round, bytes]:
         """Returns the current round with its seed; commits to it and to the next round if need be."""
