@@ -190,9 +190,13 @@ class TextChunk(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", ta
 
 
 class PromptBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """Chunks of text, one after another."""
+    """Chunks of text, one after another; counted before they are decoded, since many empty ones take long."""
 
-    chunks: Annotated[list[TextChunk], Meta(max_length=MOST_CHUNKS)]
+    chunks: Annotated[list[Raw], Meta(max_length=MOST_CHUNKS)]
+
+    def tokens(self) -> list[int]:
+        """Tokens of all chunks. Raises `Refused`."""
+        return [token for chunk in self.chunks for token in decoded(bytes(chunk), TextChunk).tokens]
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True, gc=False):

@@ -23,7 +23,7 @@ def checked(request: SampleBody) -> list[int]:
     """Prompt of a request that is right as far as no engine is asked. Raises `RequestRefused`, naming the field."""
     if request.prompt_alt_tokens_k:
         raise RequestRefused("prompt_alt_tokens_k: not supported")
-    prompt = [token for chunk in request.prompt.chunks for token in chunk.tokens]
+    prompt = request.prompt.tokens()
     if not prompt:
         raise RequestRefused("prompt: expected at least 1 token, got 0")
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
