@@ -131,7 +131,7 @@ def environment(home: Path, commands: Path | None) -> dict[str, str]:
         "BROWSER": "true",
         "OMP_NUM_THREADS": "1",
         "PIP_CACHE_DIR": cache,
-        "PIP_CONSTRAINT": str(ROOT / "constraints.txt"),
+        "PIP_CONSTRAINT": (ROOT / "constraints.txt").as_uri(),  # pip parts a path at its spaces
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
     }
 
