@@ -23,7 +23,14 @@ MARKS = (
 CHANNEL, BODY = "<|channel|>", "<|message|>"
 _ENDS = re.compile(r"<\|(?:end|start|return|call|channel)\|>")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*+\{|[{}]")
-_SAYS = re.compile(r"####|\banswer(?:\s++is\b)?+\s*+[:=]?+|答案[是为]?+[::]?+", re.IGNORECASE)
+_SAYS = re.compile(
+    r"####|答案[是为]?+[::]?+"
+    r"|\banswer\b(?:[^\n.:=]{0,40}?(?:\b(?:is|are|equals|be)\b|[:=])|(?=[*_ \t]*+(?:[-+$\\(\d]|\n)))"
+    r"(?:[\s*_]++(?:approximately|about|therefore|thus|then|simply|just|exactly|indeed|equal\s++to)\b|\s*+[:=≈])*+",
+    re.IGNORECASE,
+)
+_POLITE = re.compile(r"\b(?:hope|glad|happy|let me know)\b[^.!?\n]{0,40}$", re.IGNORECASE)
+_NEXT_SENTENCE = re.compile(r"(?<!\b[A-Z])(?<!\b[A-Z][a-z])[.!?][*_)\"']*+\s++(?=[A-Z])")
 _ORNAMENT = " \t*_`$.!"
 
 
@@ -132,25 +139,27 @@ def boxed(text: str) -> str | None:
 
 
 def stated(text: str) -> str | None:
-    """Rest of the line after the last "answer:" or #### that text follows; None without such a mark.
+    """First sentence after the last "answer is", "answer:" or #### that text follows; None without such a mark.
+
+    The word alone is no mark, nor is it one in a wish such as "I hope this answer is clear".
 
     >>> stated("First 3. The answer is: 42."), stated("42")
     ('42.', None)
     """
     end = len(text)
     for mark in reversed(list(_SAYS.finditer(text))):
-        line = text[mark.end() : end].lstrip().partition("\n")[0]
-        if line.strip(_ORNAMENT):
+        line = text[mark.end() : end].lstrip("*_ \t\n").partition("\n")[0]
+        line = _NEXT_SENTENCE.split(line, maxsplit=1)[0]
+        if line.strip(_ORNAMENT) and not _POLITE.search(text, max(0, mark.start() - 60), mark.start()):
             return line
         end = mark.start()
     return None
 
 
 def final_line(text: str) -> str:
-    """Statement of a text's last line, without ornament.
+    """Stated answer of a text, else its last line, without ornament.
 
     >>> final_line("Adding both:\\nSo, the answer is **2**."), final_line("2")
     ('2', '2')
     """
-    line = text.strip().rpartition("\n")[2]
-    return (stated(line) or line).strip(_ORNAMENT)
+    return (stated(text) or text.strip().rpartition("\n")[2]).strip(_ORNAMENT)

@@ -11,9 +11,13 @@ from fractions import Fraction
 from itertools import product
 
 from shoal.model.answer import boxed, stated
+from shoal.reward.units import agree, unit_of
 
 MOST_CHARACTERS = 10_000
 """Characters of a final answer."""
+
+MOST_SYMBOLIC = 600
+"""Characters of mathematics that SymPy is asked to read, unless the truth is long too."""
 
 MOST_RATIONAL = 200
 """Characters of a rational number."""
@@ -45,6 +49,15 @@ _RATIONAL = re.compile(
     rf"([-+]?)\s*(?:({_NUMBER})(?:[eE]([-+]?\d{{1,3}}))?(?:\s*/\s*({_NUMBER}))?"
     rf"|(?:(\d+)\s*)?{_FRACTION}|(\d+)\s+(\d+)\s*/\s*(\d+))"
 )
+_DECIMAL_COMMA = re.compile(r"(?<![\d,.])(\d++),(\d{1,2}+|\d{4,}+)(?![\d,])")
+_CLAUSE = re.compile(r"[,;:!?()\n]|\.(?!\d)|\b(?:because|since|which|that|and|or|when|so|after|if)\b", re.IGNORECASE)
+_COMMAND = re.compile(r"\\(?:begin|end|operatorname|mathbb)\s*+\{[A-Za-z*]++\}|\\[A-Za-z]++")
+_WORDS = re.compile(
+    r"(?<![^\W\d_])(?!(?:sin|cos|tan|sec|csc|cot|log|exp|sqrt|and|theta|alpha|beta|gamma|inf|infty)(?![^\W\d_]))"
+    r"[^\W\d_]{3,}+"
+)
+_MARKS = re.compile(r"(?<!\\)\$")
+_FORMULA = re.compile(r"\$[^$]++\$|\\\([^()]++\\\)")
 _DENOMINATOR = re.compile(r"\\frac(\d)(\d)")
 
 
@@ -55,18 +68,67 @@ def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float,
     (1.0, 'exact')
     """
     given, expected = final_answer(answer), final_answer(truth, whole=True)
+    if not expected.endswith("!"):  # a factorial
+        given = given.rstrip("!.*_ ")
     if not given:
         return 0.0, "no final answer"
-    one, other = rational(given), rational(expected)
-    if one is None and other is not None and given == answer.strip():
-        one = last_number(given)  # a sentence with a number at its end
-    if one is not None and other is not None:
-        pairs = product(_readings(given, one), _readings(expected, other))
+    other = rational(expected)
+    found = None if other is None else _number_in(given, sentence=in_words(given) or stated(answer) is boxed(answer))
+    if other is not None and found is not None:
+        one, unit = found
+        scale, wanted = unit_of(_tail(expected))
+        if not agree(unit, wanted):
+            return 0.0, "another unit"
+        pairs = product(_readings(given, one), _readings(expected, other * scale))
         share = Fraction(max(tolerance, 0.0))
         return float(any(abs(a - b) <= share * abs(b) for a, b in pairs)), "exact"
-    if shown(given) == shown(expected):
+    if shown(given).casefold() == shown(expected).casefold():
         return 1.0, "same text"
+    if in_words(expected):
+        return 0.0, "other words"
+    if in_words(given) and not (given := _last_formula(given)):
+        return 0.0, "words where mathematics is expected"
+    if len(given) > max(MOST_SYMBOLIC, 2 * len(expected)):
+        return 0.0, f"longer than {MOST_SYMBOLIC} characters of mathematics"
     return _verify(given, expected, tolerance)
+
+
+def in_words(text: str) -> bool:
+    """True if a text has words, which no symbolic mathematics may read as products of letters.
+
+    >>> in_words("Paris"), in_words("x^2 + 1"), in_words("3 even")
+    (True, False, True)
+    """
+    return _WORDS.search(_COMMAND.sub(" ", _TEXT.sub(r" \1 ", text))) is not None
+
+
+def _number_in(text: str, *, sentence: bool) -> tuple[Fraction, frozenset[str]] | None:
+    """The number of an answer and its unit; in a sentence its first clause if a number, else the last one."""
+    text = _DECIMAL_COMMA.sub(r"\1.\2", text)
+    for part in (text, _CLAUSE.split(text, maxsplit=1)[0]) if sentence else (text,):
+        if (value := rational(part)) is not None:
+            scale, unit = unit_of(_tail(part))
+            return value * scale, unit
+    text = text.replace("\N{MINUS SIGN}", "-")
+    if not sentence or (value := last_number(text)) is None:
+        return None
+    *_, last = _LAST_NUMBER.finditer(text)
+    scale, unit = unit_of(text[max(last.start() - 2, 0) : last.start()] + " " + _CLAUSE.split(text[last.end() :])[0])
+    return value * scale, unit
+
+
+def _tail(text: str) -> str:
+    """All of a number's text but its digits: its unit. Paired dollars are LaTeX's and no currency."""
+    if not text.replace("\\$", "").count("$") % 2:
+        text = _MARKS.sub(" ", text)
+    text = _LAST_NUMBER.sub(" ", _TEXT.sub(r" \1", _THOUSANDS.sub("", text).replace("\\circ", "°")))
+    return _COMMAND.sub(" ", text)
+
+
+def _last_formula(text: str) -> str:
+    """The last formula of a sentence, with its delimiters; empty without one."""
+    found = _FORMULA.findall(text)
+    return found[-1] if found else ""
 
 
 def final_answer(text: str, *, whole: bool = False) -> str:
@@ -79,11 +141,8 @@ def final_answer(text: str, *, whole: bool = False) -> str:
     """
     if (box := boxed(text)) is not None:
         return box.strip()[:MOST_CHARACTERS]
-    if "####" in text:
-        text = text.rpartition("####")[2]
-    elif not whole:
-        text = stated(text) or text
-    return text.strip()[-MOST_CHARACTERS:].strip("*").rstrip(".").strip("* \n\t")
+    text = text.rpartition("####")[2] if whole else stated(text) or text
+    return text.strip()[-MOST_CHARACTERS:].lstrip("*_` \n\t").rstrip("*_`. \n\t")
 
 
 def rational(text: str) -> Fraction | None:

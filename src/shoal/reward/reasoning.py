@@ -44,11 +44,16 @@ def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[floa
             return entry.score(""), "not an arithmetic expression"
         return entry.score(answer), ""
 
+    def read(answer: str) -> tuple[float, str]:
+        try:
+            return score(answer)
+        except Exception as error:  # scorers raise whatever an odd text makes them raise
+            return 0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500]
+
     def best(answer: str) -> tuple[float, str]:
         """The value of the whole answer, or of its final line if that is worth more."""
-        found = score(answer)
-        line = final_line(answer)
-        return found if found[0] >= 1 or line == answer.strip() else max(found, score(line), key=lambda one: one[0])
+        found, line = read(answer), final_line(answer)
+        return found if found[0] >= 1 or line == answer.strip() else max(found, read(line), key=lambda one: one[0])
 
     return best
 

@@ -1,0 +1,87 @@
+"""Units of numbers in answers: two units agree if one has all words of the other, or if one is absent. Pure."""
+
+import re
+
+_SYMBOL = re.compile(r"[^\W\d_]+(?:\^\{?[23]\}?|[23²³])?|[$€£°]")
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_SILENT = frozenset(
+    {
+        "a",
+        "an",
+        "the",
+        "of",
+        "in",
+        "is",
+        "are",
+        "was",
+        "be",
+        "it",
+        "its",
+        "there",
+        "them",
+        "they",
+        "total",
+        "all",
+        "altogether",
+        "left",
+        "more",
+        "each",
+        "about",
+        "approximately",
+        "long",
+        "wide",
+        "high",
+        "tall",
+        "old",
+        "away",
+        "x",
+        "y",
+        "n",
+    }
+)
+_NAMES = {
+    "mm": "millimeter millimetre",
+    "cm": "centimeter centimetre",
+    "m": "meter metre",
+    "km": "kilometer kilometre",
+    "g": "gram gramme",
+    "kg": "kilogram",
+    "mg": "milligram",
+    "l": "liter litre",
+    "ml": "milliliter millilitre",
+    "s": "second sec",
+    "min": "minute",
+    "h": "hour hr",
+    "ft": "foot feet",
+    "in": "inch inche",
+    "yd": "yard",
+    "mi": "mile",
+    "lb": "pound lbs",
+    "oz": "ounce",
+    "$": "dollar usd buck",
+    "€": "euro eur",
+    "°": "degree circ",
+}
+_CANONICAL = {other: name for name, others in _NAMES.items() for other in others.split()}
+
+
+def unit_of(text: str) -> tuple[int, frozenset[str]]:
+    """The scale that words such as "million" give a number, and the words of its unit.
+
+    >>> unit_of(" million dollars"), unit_of(" of them") == unit_of("")
+    ((1000000, frozenset({'$'})), True)
+    """
+    scale, words = 1, []
+    for symbol in _SYMBOL.findall(text.replace("p.m.", "pm").replace("a.m.", "am").replace("\\$", "$")):
+        word = symbol.casefold()
+        singular = word[:-1] if len(word) > 3 and word.endswith("s") else word
+        if singular in _SCALES:
+            scale *= _SCALES[singular]
+        elif word not in _SILENT:
+            words.append(_CANONICAL.get(singular, singular))
+    return scale, frozenset(words)
+
+
+def agree(one: frozenset[str], other: frozenset[str]) -> bool:
+    """True if one unit is absent, or is a part of the other."""
+    return one <= other or other <= one
