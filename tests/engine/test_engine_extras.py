@@ -1,13 +1,15 @@
 """What the local engine tells beside tokens and their logprobs, against plain forwards of the same model."""
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from chat_templates import STYLES, tokenizer
 from engine_models import plain, saved
-from shoal.engine.logit_rules import RuledLogits
+from shoal.engine.logit_rules import LEAST_SHARE, Grammars, RuledLogits, _allowed
 from shoal.engine.options import EngineLimits
 from shoal.engine.request import Request, scoring
 from shoal.engine.step_engine import StepEngine
@@ -71,6 +73,28 @@ def test_rules_choose_the_token_and_its_logprob_stays_the_model_s(dense: Path) -
         assert answer[place] == int(left_V.argmax())
         assert draft.logprobs[place] == pytest.approx(float(logp_V[answer[place]]), abs=1e-4)
         assert [token for token, _ in draft.tops[place]] == logp_V.topk(2).indices.tolist()
+
+
+def test_a_trained_row_logs_the_logprob_after_its_grammar_and_which_tokens_were_forced(
+    tmp_path: Path,
+) -> None:
+    made = tokenizer(STYLES["qwen2.5"])
+    dense = saved("Qwen2", tmp_path, vocabulary=len(made), num_key_value_heads=2)
+    made.save_pretrained(tmp_path)
+    stop = made.convert_tokens_to_ids("<|im_end|>")
+    matcher = Grammars(tmp_path, len(made)).matcher('start: /[^c]+/ "c"', [stop])
+    rules = RuledLogits(LogitRules(), matcher.deep_copy(), is_trained=True)
+    request = Request(PROMPT, Sampling(12, seed=3, stop_token_ids=(stop,)), rules=rules)
+    answered(dense, request)
+    (draft,) = request.drafts
+    answer = tuple(draft.sampled)
+    for place, logp_V in enumerate(logprobs(dense, PROMPT + answer)[len(PROMPT) - 1 :]):
+        allowed_V = _allowed(matcher, logp_V)
+        share = float(logp_V.exp()[allowed_V].sum())
+        assert draft.logprobs[place] == pytest.approx(float(logp_V[answer[place]]) - math.log(share), abs=1e-3)
+        assert (place in draft.forced) == (share < LEAST_SHARE)
+        matcher.consume_token(answer[place])
+    assert 0 < len(draft.forced) <= len(answer)
 
 
 @torch.inference_mode()

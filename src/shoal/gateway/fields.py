@@ -11,6 +11,12 @@ from shoal.errors import SessionError
 from shoal.net.server import decoded
 
 K = TypeVar("K", bound=msgspec.Struct)
+MOST_ENTRIES = 8192
+"""Entries of a list or an object in a field: messages, tools, texts."""
+MOST_TOKENS = 1 << 18
+"""Entries of a list of token ids, which cost less; also commas of a body."""
+MOST_OPENED = 1 << 17
+"""Lists and objects of a body: more of them, however short, take the interpreter seconds."""
 SHOWN_CHARACTERS = 200
 """Characters of a refused value that an error shows."""
 
@@ -89,9 +95,16 @@ def fields_of(
     Unknown fields are refused when `strict`: an agent may send all that its library adds, but a typing error of a
     person must not go unseen.
     """
+    for what, count, most in (
+        ("lists and objects", data.count(b"[") + data.count(b"{"), MOST_OPENED),
+        ("entries", data.count(b","), MOST_TOKENS),
+    ):
+        if count > most:
+            raise SessionError(f"body: expected at most {most} {what}, with those in its texts; got {count}")
     fields = decoded(data, dict[str, object])
     known = [one.encode_name for kind in kinds for one in msgspec.structs.fields(kind)]
     for name, value in fields.items():
+        check_size(name, value)
         if name in unserved:
             unserved[name].check(name, value)
         elif strict and name not in known and name not in HARMLESS:
@@ -99,6 +112,20 @@ def fields_of(
             meant = f"; {near[0]!r} may be meant" if near else "; leave it out"
             raise Unknown(name, f"{name}: this field is not known here{meant}")
     return fields
+
+
+def check_size(name: str, value: object) -> None:
+    """Raises `Refusal` for a list or an object of too many entries, before anything is built of them."""
+    if not isinstance(value, list | dict):
+        return
+    is_tokens = isinstance(value, list) and bool(value) and isinstance(value[0], int)
+    most = MOST_TOKENS if is_tokens else MOST_ENTRIES
+    if len(value) > most:
+        raise Refusal(name, f"at most {most} entries", len(value), "send fewer at a time")
+    for i, one in enumerate(value if isinstance(value, list) and not is_tokens else ()):
+        parts = one.get("content") if isinstance(one, dict) else one
+        if isinstance(parts, list) and not (parts and isinstance(parts[0], int)) and len(parts) > MOST_ENTRIES:
+            raise Refusal(f"{name}[{i}]", f"at most {MOST_ENTRIES} entries", len(parts), "join them")
 
 
 class Unknown(Refusal):

@@ -130,6 +130,7 @@ class SessionContext:
 
     def _whole(self, conversation: Conversation) -> list[int]:
         self.check(conversation)
+        self.check_length("messages", sum(len(message.content) for message in conversation.messages))
         render = self.renderer.prompt_ids
         whole = render(conversation.messages, conversation.tools, conversation.template)
         return [*whole, *self.renderer.token_ids(conversation.begun)]
@@ -148,6 +149,13 @@ class SessionContext:
                 "messages: expected a user's or tool's message as the last, since the model begins each answer with a "
                 "thought and no answer can be begun for it; leave the last message out"
             )
+
+    def check_length(self, field: str, characters: int) -> None:
+        """Raises `ContextOverflow` for a text that cannot fit whatever its tokens are, before it is tokenised."""
+        least = characters // self.renderer.longest_token
+        if least >= self.max_model_len:
+            why = f"expected at most {self.max_model_len - 1} tokens, got at least {least} in {characters} characters"
+            raise ContextOverflow(f"{field}: {why}")
 
     def reader(self, ask: AnswerRequest, after: Message | None = None) -> AnswerText:
         """Reader of the answer to a request; `after` is the earlier part of the answer."""
@@ -174,6 +182,7 @@ class SessionContext:
         if prompt is None:
             prompt = tuple(await self.rendered(ask.conversation))
         elif isinstance(prompt, str):
+            self.check_length("prompt", len(prompt))
             prompt = tuple(await self.computed(len(prompt), partial(self.renderer.token_ids, begins=True), prompt))
         if not 0 < len(prompt) < self.max_model_len:
             where, longest = "messages" if ask.prompt is None else "prompt", self.max_model_len
@@ -248,7 +257,7 @@ class Session:
     async def _open(self, ask: AnswerRequest) -> OpenGeneration:
         """Opens a generation, with its prompt rendered."""
         conversation = ask.conversation
-        if ask.prompt is not None:  # a conversation of its own names it
+        if ask.prompt is not None:  # a conversation of its own names it, once it is known to fit
             prompt = await self._context.prompt_ids(ask)
             named = Conversation((Message(Role.USER, repr(prompt)),), template="tokens")
             return self._fitting(self.tree.open(self.tree.attach(named), prompt, ask.digest))
@@ -271,6 +280,7 @@ class Session:
     def _joint(self, attachment: Attachment) -> list[int] | None:
         conversation, renderer = attachment.conversation, self._context.renderer
         self._context.check(conversation)
+        self._context.check_length("messages", sum(len(message.content) for message in attachment.tail))
         bridge = renderer.bridge_ids(attachment.tail, conversation.tools, conversation.template)
         return None if bridge is None else [*bridge, *renderer.token_ids(conversation.begun)]
 

@@ -19,6 +19,8 @@ from shoal.types import Json, Message, Role, ToolCall
 # Stand-ins for the messages before a bridge: no template changes them, and no conversation contains them.
 ASKED, ANSWERED = "shoal0asked0", "shoal0answered0"
 BASES_KEPT = 32
+LONG_CHARACTERS = 1 << 14
+"""Characters from which a text is tokenised as a batch."""
 HEADER_TOKENS = 16
 """Tokens at the end of a prompt that are searched for a mark that opens a thought."""
 
@@ -143,11 +145,23 @@ class ChatRenderer:
 
         A text that has them already gets no second ones.
         """
-        ids = self._backend.encode(text, add_special_tokens=False).ids
+        ids = self._encoded(text, False)
         added = self._backend.encode("", add_special_tokens=True).ids if begins else []
         if not added or ids[: len(added)] == added:
             return ids
-        return self._backend.encode(text, add_special_tokens=True).ids
+        return self._encoded(text, True)
+
+    def _encoded(self, text: str, special: bool) -> list[int]:
+        """Tokens of a text; only a batch lets other threads run meanwhile, and is worth it for long texts alone."""
+        if len(text) < LONG_CHARACTERS:
+            return self._backend.encode(text, add_special_tokens=special).ids
+        (encoded,) = self._backend.encode_batch([text], add_special_tokens=special)
+        return encoded.ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
