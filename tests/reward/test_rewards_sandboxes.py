@@ -12,13 +12,14 @@ from typing import TypeVar
 
 import pytest
 
-from shoal.checker import Code
+from shoal.checker import Code, unit_tests
 from shoal.config import RewardConfig
 from shoal.errors import ChildDied
-from shoal.reward.code import Job, Runs
+from shoal.reward.code import Job, Runs, is_repeatable, jobs_of
 from shoal.reward.code_runner import CodeScorer
 from shoal.reward.scorer import WorkerScorer
 from shoal.reward.service import RewardService
+from shoal.sandbox.program import Ended
 from shoal.types import Json, Reward, RewardStatus, Task
 from until import until
 
@@ -30,6 +31,11 @@ HOLDS = "import os, signal, time\ntry: os.kill(os.getppid(), signal.SIGSTOP)\nex
 
 def task(tests: list[Json]) -> Task:
     return Task("t", "t", (), None, json.dumps({"scorer": {"name": "code", "timeout_s": 0.3}, "tests": tests}))
+
+
+def slow(tests: list[Json]) -> Task:
+    """Tests with so much time that a sleeper's is over long before its alarm."""
+    return Task("t", "t", (), None, json.dumps({"scorer": {"name": "code", "timeout_s": 2.0}, "tests": tests}))
 
 
 def with_scorer(most: int, work: Callable[[CodeScorer], Coroutine[None, None, T]]) -> T:
@@ -128,16 +134,16 @@ def test_programs_that_come_together_run_beside_each_other_and_not_in_asyncio_s_
     assert max(began for began, _ in times) < min(ended for _, ended in times)
 
 
-def test_a_program_that_used_up_its_time_is_remembered_and_one_that_only_waited_is_not() -> None:
+def test_a_program_that_used_up_its_time_is_remembered_and_so_is_one_that_slept() -> None:
     async def main() -> None:
         async with asyncio.timeout(100), RewardService(RewardConfig(workers=1)) as service:
             spins, sleeps = "while True: pass", "import time; time.sleep(60)"
             for tests, head in ((CALLS, f"{ADD}\n"), ([{"stdin": "1", "stdout": "1"}], "")):
                 kept = len(service.cache)
-                rewards = await service.score(task(tests), [head + spins, head + sleeps])
+                rewards = await service.score(slow(tests), [head + spins, head + sleeps])
                 assert [(reward.value, reward.status) for reward in rewards] == [(0.0, RewardStatus.SCORED)] * 2
-                assert [reward.is_repeatable for reward in rewards] == [True, False]
-                assert len(service.cache) == kept + 1
+                assert [reward.is_repeatable for reward in rewards] == [True, True]
+                assert len(service.cache) == kept + 2
 
     asyncio.run(main())
 
@@ -149,3 +155,15 @@ def test_a_worker_that_cannot_be_started_for_want_of_descriptors_ends_with_a_sen
             await scorer.__aenter__()
 
     asyncio.run(main())
+
+
+def test_a_program_that_sleeps_in_each_test_waits_once_for_all_tests_together() -> None:
+    sleeps = "import signal, time\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\ndef add(a, b): time.sleep(60)"
+
+    async def work(scorer: CodeScorer) -> list[Runs | Exception]:
+        (job,) = jobs_of(Code(timeout_s=0.5), unit_tests([{"call": "add", "args": [1, 2], "returns": 3}] * 40, "tests"))
+        return [*await scorer.run([(job, sleeps)])]
+
+    (runs,) = with_scorer(1, work)
+    assert isinstance(runs, Runs)
+    assert [(one.ended, is_repeatable(one)) for one in runs.program] == [(Ended.KILLED_IDLE, True)]

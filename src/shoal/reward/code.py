@@ -76,7 +76,7 @@ def wall_s(cpu_s: float) -> float:
 
 def is_late(finished: Finished) -> bool:
     """True if a program ran out of time."""
-    out_of_time = (Ended.KILLED_WALL, Ended.KILLED_CPU)
+    out_of_time = (Ended.KILLED_WALL, Ended.KILLED_CPU, Ended.KILLED_IDLE)
     return finished.ended in out_of_time or (finished.ended is Ended.SIGNALLED and finished.signal in _LATE_SIGNALS)
 
 

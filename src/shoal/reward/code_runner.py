@@ -2,6 +2,7 @@
 
 import asyncio
 import marshal
+import math
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from shoal import checker
 from shoal.checker import Spec
 from shoal.errors import SandboxUnavailable, TaskError
 from shoal.reward import code, in_sandbox
-from shoal.reward.code import PYTEST_MEMORY_BYTES, Job, Runs, wall_s, why_not
+from shoal.reward.code import PYTEST_MEMORY_BYTES, WALL_START_S, Job, Runs, wall_s, why_not
 from shoal.sandbox.command import installed_packages
 from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
 from shoal.sandbox.runner import in_thread, run_async, strongest
@@ -152,6 +153,7 @@ def limits_of(job: Job) -> ProgramLimits:
     return ProgramLimits(
         wall_s=wall_s(job.total_s),
         cpu_s=job.total_s + START_S,
+        idle_s=math.inf if job.kind == "judge" else WALL_START_S + job.cpu_s,  # of all tests together
         memory_bytes=job.memory_bytes,
         processes=PROCESSES,
         output_bytes=written,

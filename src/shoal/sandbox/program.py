@@ -1,5 +1,6 @@
 """Programs in a sandbox, their limits and their results."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -28,6 +29,7 @@ class Ended(StrEnum):
     """A signal that no limit sent, such as a crash, ended the program."""
     KILLED_WALL = "killed_wall"
     KILLED_CPU = "killed_cpu"
+    KILLED_IDLE = "killed_idle"
     KILLED_MEMORY = "killed_memory"
     KILLED_OUTPUT = "killed_output"
     KILLED_PROCESSES = "killed_processes"
@@ -42,6 +44,8 @@ class ProgramLimits:
     """Seconds from the program's own start; setting up the sandbox does not count."""
     cpu_s: float = 10.0
     """Seconds of all its processes together."""
+    idle_s: float = math.inf
+    """Seconds in which none of its threads runs or could run, in all; a busy machine does not add to them."""
     memory_bytes: int = 256 << 20
     """Bytes of address space for each process, and of resident memory for all together."""
     processes: int = 16

@@ -131,6 +131,9 @@ class _Watch:
     ended: Ended | None = None
     stopped: bool = False
     cpu_s: float = 0.0
+    idle_s: float = 0.0
+    looked_s: float = 0.0
+    """Time of the newest look at the program's usage."""
 
     def __enter__(self) -> "_Watch":
         try:
@@ -242,7 +245,12 @@ class _Watch:
         if now_s > self.started_s + self.limits.wall_s:
             return Ended.KILLED_WALL
         usage = usage_of(self.first_pid)
+        if not usage.is_ready and usage.cpu_s <= self.cpu_s and self.looked_s:
+            self.idle_s += now_s - self.looked_s
+        self.looked_s = now_s
         self.cpu_s = max(self.cpu_s, usage.cpu_s)
+        if self.idle_s > self.limits.idle_s:
+            return Ended.KILLED_IDLE
         if usage.cpu_s > self.limits.cpu_s:
             return Ended.KILLED_CPU
         if usage.memory_bytes > self.limits.memory_bytes and unshared_bytes(usage.pids) > self.limits.memory_bytes:

@@ -20,12 +20,14 @@ class ResourceUsage:
     """Resident bytes; shared pages count for each process."""
     tasks: int
     """Processes and threads."""
+    is_ready: bool
+    """True if one of them runs, or waits for a processor alone."""
     pids: tuple[int, ...]
 
 
 def usage_of(root: int) -> ResourceUsage:
     """Usage of the process `root` and its descendants; a process that ends meanwhile may be missed."""
-    cpu_s, memory_bytes, tasks = 0.0, 0, 0
+    cpu_s, memory_bytes, tasks, is_ready = 0.0, 0, 0, False
     pids, waiting = [], [root]
     while waiting:
         pid = waiting.pop()
@@ -38,8 +40,10 @@ def usage_of(root: int) -> ResourceUsage:
             memory_bytes += int(fields[21]) * _PAGE_BYTES
             pids.append(pid)
             for task in os.listdir(f"/proc/{pid}/task"):
+                state = Path(f"/proc/{pid}/task/{task}/stat").read_text(errors="replace").rpartition(") ")[2][:1]
+                is_ready = is_ready or state == "R"
                 waiting += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    return ResourceUsage(cpu_s, memory_bytes, tasks, tuple(pids))
+    return ResourceUsage(cpu_s, memory_bytes, tasks, is_ready, tuple(pids))
 
 
 def unshared_bytes(pids: tuple[int, ...]) -> int:
