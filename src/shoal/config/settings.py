@@ -15,7 +15,7 @@ from shoal.config.complaints import complaint
 from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.section import MOST, Section
 from shoal.config.swarm import SwarmConfig
-from shoal.config.training import DPOLoss, PositiveOnlyLoss, TrainConfig
+from shoal.config.training import LOSS_OF, OWN_SETTINGS, UNUSED, DPOLoss, PositiveOnlyLoss, TrainConfig, foreign_setting
 from shoal.config.urls import NATS, checked_url
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
@@ -233,8 +233,12 @@ class Config(Section):
         """Configuration of one stage, whose model is still this one's. Raises `ValueError`."""
         stage = self.stages[index]
         tree = self.model_dump(exclude_unset=True, exclude={"stages"})
-        loss = {"sft": {"loss": "positive_only"}, "dpo": {"loss": "dpo"}, "rl": {}}[stage.kind]
-        tree["train"] = {**tree.get("train", {}), **loss, **stage.train}
+        train = tree.get("train", {})
+        if own := OWN_SETTINGS.get(stage.kind):
+            # Nothing is sampled, scored or compared in such a stage, and settings of that would change its loss.
+            tree = {name: section for name, section in tree.items() if name not in UNUSED}
+            train = {"loss": LOSS_OF[stage.kind], **{name: value for name, value in train.items() if name in own}}
+        tree["train"] = {**train, **stage.train}
         return Config.model_validate({**tree, "run_dir": f"{self.run_dir}/stages/{index}-{stage.kind}"})
 
     @property
@@ -275,6 +279,8 @@ class Config(Section):
 def _in_stages(config: Config) -> Iterator[str]:
     """Complaints about stages, each with its own settings of training."""
     for index, stage in enumerate(config.stages):
+        if foreign := foreign_setting(stage.kind, stage.train):
+            yield f"stages.{index}.{foreign}"
         if (stage.kind == "rl") != (stage.data is None):
             yield f"stages.{index}.data: expected a file with kind 'sft' or 'dpo', and none with 'rl'"
         try:

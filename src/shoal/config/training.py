@@ -1,7 +1,7 @@
 """Settings of training: each loss by its name with its own parameters, and the optimizer's side."""
 
-from collections.abc import Mapping
-from typing import Annotated, Literal, TypeAlias, get_args
+from collections.abc import Collection, Mapping
+from typing import Annotated, Final, Literal, TypeAlias, get_args
 
 from pydantic import Field, field_validator
 
@@ -120,6 +120,17 @@ LossConfig: TypeAlias = Annotated[
 ]
 
 
+_RATE: Final = {"lr", "warmup_steps", "lr_schedule", "lr_end", "betas", "weight_decay", "max_grad_norm"}
+_PROCESS: Final = {"lora", "tokens_per_microbatch", "offload", "gpus", "ranks", "experts"}
+OWN_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
+    "sft": frozenset(_RATE | _PROCESS | {"steps", "groups_per_step", "minibatches", "loss_mean"}),
+    "dpo": frozenset(_RATE | _PROCESS | {"steps", "groups_per_step"}),
+}
+"""Settings of training that a supervised stage has beside its loss; of a pair all is one update."""
+UNUSED: Final = ("rollout", "engine", "asynchrony", "reward", "eval", "swarm")
+"""Sections of the run that it has no use for."""
+LOSS_OF: Final[Mapping[str, str]] = {"sft": "positive_only", "dpo": "dpo"}
+
 LOSSES: Mapping[str, type[Section]] = {
     kind.model_fields["name"].default: kind for kind in get_args(get_args(LossConfig)[0])
 }
@@ -234,3 +245,11 @@ class TrainConfig(Section):
         if isinstance(value, str):
             return {"name": "own", "function": value} if ":" in value else {"name": value}
         return {"name": DecoupledLoss().name, **value} if isinstance(value, dict) else value
+
+
+def foreign_setting(kind: str, given: Collection[str]) -> str:
+    """Complaint about a given setting of training that a stage of a kind does not have; empty for none."""
+    own = OWN_SETTINGS.get(kind, frozenset(TrainConfig.model_fields)) | {"loss"}
+    foreign = sorted(name for name in given if name in TrainConfig.model_fields and name not in own)
+    why = f"expected none in a stage of kind {kind!r}, which has no such setting; its own are {', '.join(sorted(own))}"
+    return f"train.{foreign[0]}: {why}" if foreign else ""

@@ -1,6 +1,7 @@
 """Messages to tokens and back, through one chat template."""
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -58,7 +59,7 @@ class ChatRenderer:
         self._backend.no_truncation()
         self._backend.no_padding()
         self.stop_token_ids = stop_token_ids
-        """Tokens that end an assistant's turn."""
+        """Tokens that end an assistant's turn; the first one is the template's."""
         self._stops = tuple(tokenizer.decode([stop], skip_special_tokens=False) for stop in stop_token_ids)
         template = tokenizer.chat_template or ""
         # Channels separate thoughts from answers, as GPT-OSS's; other templates mark thoughts, or know none.
@@ -67,6 +68,9 @@ class ChatRenderer:
         self._base = lru_cache(BASES_KEPT)(self._rendered_base)
         self._opens_thought = lru_cache(BASES_KEPT)(self._opening)
         self.call_format = call_format(tokenizer.chat_template)
+        pairs = sorted(zip(stop_token_ids, self._stops, strict=True), key=lambda pair: self._end_at(pair[1]))
+        self.stop_token_ids = tuple(stop for stop, _ in pairs)
+        self._stops = tuple(text for _, text in pairs)
 
     @property
     def takes_tools(self) -> bool:
@@ -273,6 +277,17 @@ class ChatRenderer:
         answered_end = full.find(ANSWERED) + len(ANSWERED)
         closes = [at for stop in self._stops if (at := full.find(stop, answered_end)) >= 0]
         return full[min(closes) :] if closes else None
+
+    def _end_at(self, stop: str) -> float:
+        """Place of a stop token in the template's text after an answer that is the last message; infinity for none."""
+        if self._tokenizer.chat_template is None:
+            return math.inf
+        try:
+            shown = self._base((Message(Role.USER, ASKED), Message(Role.ASSISTANT, ANSWERED)), "", "")
+        except (jinja2.TemplateError, TypeError, ValueError):
+            return math.inf
+        at = shown.find(stop, shown.find(ANSWERED) + len(ANSWERED))
+        return math.inf if at < 0 else at
 
     def _rendered_base(self, before: tuple[Message, ...], tools: str, template: str) -> str:
         """Stand-in dialogue by itself; all tails that a user begins share it."""

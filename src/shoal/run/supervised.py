@@ -6,6 +6,7 @@ will see it. Order and steps depend on the seed alone: a resumed stage continues
 """
 
 import asyncio
+import json
 import math
 import random
 from collections.abc import Sequence
@@ -20,10 +21,9 @@ import msgspec
 import uvloop
 
 from shoal.config import Config
-from shoal.config.training import DPOLoss
-from shoal.errors import TaskError
+from shoal.config.training import DPOLoss, foreign_setting
+from shoal.errors import ConfigError, TaskError
 from shoal.experience import checkpoint
-from shoal.model.answer import written
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.chat import Call
@@ -58,6 +58,9 @@ class _Said(msgspec.Struct):
 
 def run_supervised(config: Config, data: Path, *, resume: bool = False) -> dict[str, object]:
     """Trains on a file and returns the figures; the model is in `run_dir/model`. Raises a `ShoalError`."""
+    kind = "dpo" if isinstance(config.train.loss, DPOLoss) else "sft"
+    if complaint := foreign_setting(kind, config.train.model_fields_set):
+        raise ConfigError(complaint)
     return uvloop.run(_train(config, data, resume=resume))
 
 
@@ -133,17 +136,26 @@ def _as_trained(config: Config) -> Config:
 
 def turns_of(renderer: ChatRenderer, row: dict[str, Json], where: str) -> Rows:
     """Rows that teach every turn of the assistant. Raises `TaskError`."""
-    messages = _messages(row, "messages", where)
+    messages, tools = _messages(row, "messages", where), _tools(row, where)
     turns = [i for i, message in enumerate(messages) if i and message.role is Role.ASSISTANT]
     if not turns:
         raise TaskError(f"{where}: messages: expected an assistant's message after another one")
-    return tuple(_taught(renderer, messages[: i + 1], where) for i in turns)
+    return tuple(_taught(renderer, messages[: i + 1], tools, where) for i in turns)
 
 
 def pair_of(renderer: ChatRenderer, row: dict[str, Json], where: str) -> Rows:
     """Rows of the preferred answer and the other. Raises `TaskError`."""
-    first, second = (_taught(renderer, _messages(row, name, where), where) for name in ("chosen", "rejected"))
+    tools = _tools(row, where)
+    first, second = (_taught(renderer, _messages(row, name, where), tools, where) for name in ("chosen", "rejected"))
     return first, second
+
+
+def _tools(row: dict[str, Json], where: str) -> str:
+    """Tools of a conversation as the renderer takes them. Raises `TaskError`."""
+    tools = row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise TaskError(f"{where}: tools: expected a list of tables in OpenAI's form, got {str(tools)[:80]!r}")
+    return json.dumps(tools) if tools else ""
 
 
 def _messages(row: dict[str, Json], name: str, where: str) -> list[Message]:
@@ -163,14 +175,15 @@ def _messages(row: dict[str, Json], name: str, where: str) -> list[Message]:
     ]
 
 
-def _taught(renderer: ChatRenderer, messages: Sequence[Message], where: str) -> Sample:
+def _taught(renderer: ChatRenderer, messages: Sequence[Message], tools: str, where: str) -> Sample:
     """Row that teaches the last message."""
-    if len(messages) < 2 or messages[-1].role is not Role.ASSISTANT or messages[-1].tool_calls:
-        raise TaskError(f"{where}: expected messages that end in an assistant's, and that one without calls of tools")
-    prompt, said = renderer.prompt_ids(messages[:-1]), messages[-1]
-    answer = renderer.completion_ids(written(said), prompt)
+    if len(messages) < 2 or messages[-1].role is not Role.ASSISTANT:
+        raise TaskError(f"{where}: expected messages that end in an assistant's")
+    prompt, said = renderer.prompt_ids(messages[:-1], tools), messages[-1]
+    answer = renderer.message_ids(said, messages[:-1], tools, prompt)
     if answer is None:
-        raise TaskError(f"{where}: expected an answer that the model's tokens can write, got {said.content[:80]!r}")
+        what = f"{said.content[:80]!r}" + f" with calls of {said.tool_calls[0].name!r}" * bool(said.tool_calls)
+        raise TaskError(f"{where}: expected an answer that the model's template and tokens can write, got {what}")
     answer += renderer.stop_token_ids[:1]
     before, taught = len(prompt), len(answer)
     return Sample(
