@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from math import nan
 from statistics import fmean
 
-from shoal.interfaces import Purpose, Runner
+from shoal.interfaces import Environment, Purpose, Runner
 from shoal.rollout.first_failures import FirstFailures
-from shoal.types import RewardStatus, Role, Rollout, Task
+from shoal.types import RewardStatus, Role, Rollout, Split, Task
 
 CORRECT = 1.0 - 1e-9
 """Smallest full reward; reasoning-gym gives partial credit for near misses."""
@@ -59,6 +59,18 @@ class Evaluation:
         sampled = [(task, rollouts[0]) for task, purpose, rollouts in self.rollouts if purpose is Purpose.SAMPLED]
         chosen = shown_questions([task for task, _ in sampled])
         return [_shown(number, *sampled[index]) for number, index in enumerate(chosen)]
+
+
+def held_out_tasks(service: Environment, questions: int) -> tuple[list[Task], str]:
+    """The first held-out tasks, each question once, and a sentence where they are fewer than asked."""
+    drawn = [service.draw(Split.EVAL, index) for index in range(questions)]
+    found = list({(task.service, task.messages, task.answer): task for task in reversed(drawn)}.values())[::-1]
+    if len(found) == questions:
+        return found, ""
+    return found, (
+        f"eval.questions asks for {questions} held-out questions, of which {len(found)} are distinct; each is answered "
+        "once. For more, raise tasks.eval_share of files or give more rows; for generators widen tasks.params"
+    )
 
 
 async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1, *, first: bool = False) -> Evaluation:

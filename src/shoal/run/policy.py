@@ -11,7 +11,7 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.experience.gate import AdmissionGate
 from shoal.interfaces import Engine, Purpose, Runner
-from shoal.rollout.evaluation import evaluation
+from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.run.assemble import playing, serving
 from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
@@ -96,7 +96,7 @@ class Policy:
 
     async def accuracy(self, questions: int = 64) -> tuple[float, float]:
         """Share of held-out questions answered right: sampled as in training, and greedy."""
-        tasks = [self._prepared.service.draw(Split.EVAL, index) for index in range(questions)]
+        tasks, _ = held_out_tasks(self._prepared.service, questions)
         measured = await evaluation(tasks, self._runner)
         return measured.values["sampled"], measured.values["greedy"]
 

@@ -24,7 +24,7 @@ from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Scorer, WholeExchange
 from shoal.net.process import cores
 from shoal.observe.metrics import read_records, stage
-from shoal.rollout.evaluation import evaluation
+from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble import orchestrator, playing, serving
 from shoal.run.backup import back_up, check_backup, keep_backup
@@ -82,14 +82,15 @@ def run_evaluation(config: Config) -> dict[str, object]:
 
 
 async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
-    tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions or QUESTIONS)]
+    tasks, few = held_out_tasks(prepared.service, config.eval.questions or QUESTIONS)
     async with (
         serving(config, prepared, folder) as (engine, single_turn),
         playing(config, prepared, engine, single_turn) as runner,
     ):
         evaluated = await evaluation(tasks, runner, first=True)
     why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}
-    return {**evaluated.values, **why, "model": str(prepared.model_dir)}
+    told = {"few_questions": few} if few else {}
+    return {**evaluated.values, **why, **told, "model": str(prepared.model_dir)}
 
 
 async def train(
@@ -137,7 +138,9 @@ async def train(
         trainer = TrainerProcess(ranks)
         trackers.stage("starting the trainer")
         await trainer.start(prepared.model_dir, config, threads.trainer)
-        eval_tasks = [prepared.service.draw(Split.EVAL, index) for index in range(config.held_out_questions)]
+        eval_tasks, few = held_out_tasks(prepared.service, config.held_out_questions)
+        if few:
+            trackers.log_event("few_questions", reason=few)
         node = await opened(
             swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None, exchange=exchange)
         )

@@ -1,0 +1,25 @@
+"""An evaluation answers each held-out question once, and says when there are fewer than asked."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.config import TaskConfig
+from shoal.rollout.evaluation import held_out_tasks
+from shoal.tasks.jsonl import JsonlService
+from shoal.types import Split
+
+
+@pytest.mark.parametrize("asked", [1, 5, 128])
+def test_no_held_out_question_is_repeated_to_fill_a_number(asked: int, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"Question {n}?", "answer": str(n)}) + "\n" for n in range(30)) * 2)
+    service = JsonlService(TaskConfig(name="quiz", service="jsonl", path=str(path), eval_share=0.4), 0)
+    distinct = {task.messages for task in service.tasks(Split.EVAL)}
+    tasks, told = held_out_tasks(service, asked)
+    questions = [task.messages for task in tasks]
+    assert len(questions) == len(set(questions)) <= min(asked, len(distinct))
+    if asked == 128:
+        assert set(questions) == distinct
+        assert told.startswith(f"eval.questions asks for 128 held-out questions, of which {len(distinct)} are distinct")
