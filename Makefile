@@ -46,6 +46,7 @@ hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 fuzz: $(VENV)/dev-installed
 	$(BIN)/python tests/support/fuzz_servers.py 100000
 	$(BIN)/python tests/support/checkers_fuzz.py 20000
+	PYTHONPATH=tests/support:tests/engine $(BIN)/python tests/engine/test_rogue_engine.py 10000
 	PYTHONPATH=. $(BIN)/python tests/support/fuzz_tinker.py 20000
 
 # What a run of 20,000 tiny steps keeps in memory and on the disk, and how long its steps take.

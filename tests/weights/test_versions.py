@@ -229,3 +229,19 @@ def test_a_frame_that_states_gigabytes_is_refused_before_anything_is_allocated()
 def test_the_width_is_that_of_most_numbers(tmp_path: Path) -> None:
     save_file({"a": np.zeros(9, np.float16), "b": np.zeros(4, np.float32)}, tmp_path / "x.safetensors")
     assert width_of(tmp_path / "x.safetensors") == 2
+
+
+def test_a_pull_that_fails_leaves_nothing_behind(served: Served, store: WeightStore, tmp_path: Path) -> None:
+    write(store, 1)
+
+    async def pull() -> None:
+        client = Client(served[0].url, token="secret")
+        puller = VersionPuller(client, tmp_path / "host", IDENTITY.public_key)
+        await puller._manifest(1)
+        (store.directory_of(1) / FILE).unlink()  # the run has newer weights by now
+        with pytest.raises(EngineUnavailable, match="can no longer be read"):
+            await puller.pull(1)
+        await client.aclose()
+
+    asyncio.run(pull())
+    assert not list((tmp_path / "host").iterdir())

@@ -330,7 +330,8 @@ for _commands in (swarm_commands.app, judge_commands.app, *services.groups):
 
 @contextmanager
 def stoppable(run_dir: str) -> Iterator[None]:
-    """Catches Ctrl-C and prints how to continue the run. (Elsewhere typer prints "Aborted".)"""
+    """Catches Ctrl-C and SIGTERM, and prints how to continue the run. (Elsewhere typer prints "Aborted".)"""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:

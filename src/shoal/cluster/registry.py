@@ -202,8 +202,8 @@ class Roles:
             raise ShoalError(f"the run takes no role {kind!r} now")
         self._numbers[kind] += 1
         name = f"{kind}-joined-{self._numbers[kind]}"
-        await send(socket, Admitted(name))
         await self._on_main(handler.join(name, role, line))
+        await send(socket, Admitted(name))
         self._present[name] = time.monotonic()
         self._told(name, "joined")
         try:

@@ -311,6 +311,7 @@ class Child:
         """
         self._writer.transport.abort()
         self._signal(signal.SIGTERM)
+        self._signal(signal.SIGCONT)  # a stopped process takes the other signal only then
         await ended(self._process, self.kill, GRACE_S, hurry=self.kill)
 
 

@@ -4,6 +4,7 @@ Rooms add their routes. A role of a run is a process that holds a WebSocket open
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -100,14 +101,39 @@ class RunServer:
         try:
             async with asyncio.timeout(self._lease_s):
                 first = decoded(await _message(socket), hello)
-            async with registered(first, socket) as received:
-                while True:
-                    received(await _message(socket))
+            await self._held(registered(first, socket), socket)
         except (ShoalError, TimeoutError) as error:
-            await send(socket, refused(error))
-            await socket.close()
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it has gone meanwhile
+                await send(socket, refused(error))
+                await socket.close()
         except WebSocketDisconnect:
             return
+
+    async def _held(
+        self, registered: AbstractAsyncContextManager[Callable[[bytes], object]], socket: WebSocket
+    ) -> None:
+        """Keeps a role registered until its connection ends, which also ends a registration under way."""
+        messages: asyncio.Queue[bytes] = asyncio.Queue()
+
+        async def serve() -> None:
+            async with registered as received:
+                while True:
+                    received(await messages.get())
+
+        async def read() -> None:
+            while True:
+                messages.put_nowait(await _message(socket))
+
+        serving, reading = asyncio.ensure_future(serve()), asyncio.ensure_future(read())
+        try:
+            await asyncio.wait({serving, reading}, return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+            reading.result()
+        finally:
+            reading.cancel()
+            serving.cancel()
+            await asyncio.wait({serving, reading})
 
 
 async def _message(socket: WebSocket) -> bytes:

@@ -1,6 +1,7 @@
 """`shoal rewards serve` as its clients see it: the JSON messages, and a scorer that asks other machines."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from shoal.types import Receipt, Reward, RewardStatus, Task
 
 MOST_BODY_BYTES = 64 << 20
 MOST_ANSWERS = 4096
+MOST_EVIDENCE = 1 << 20
 RETRIES = 4
 RETRY_DELAY_S = 0.25
 TIMEOUT_S = 600.0
@@ -86,9 +88,10 @@ class RemoteScorer:
             server.running += 1
             try:
                 rewards = (await server.client.ask("POST", "/score", ScoreReply, request)).rewards
-                if len(rewards) == len(answers):
+                wrong = _wrong(rewards, len(answers))
+                if not wrong and not _all_failed(rewards):
                     return rewards
-                why = f"{server.client.url}: expected {len(answers)} rewards, got {len(rewards)}"
+                why = f"{server.client.url}: {wrong or rewards[0].evidence or 'it scores nothing'}"
             except RequestRefused as error:
                 why = f"{server.client.url}{error}"
                 break
@@ -103,3 +106,23 @@ class RemoteScorer:
 
     def _rests(self, server: _Server) -> bool:
         return server.rests_until_s > asyncio.get_running_loop().time()
+
+
+def _all_failed(rewards: Sequence[Reward]) -> bool:
+    """Whether a server could score no answer: another one may."""
+    return bool(rewards) and all(one.status is RewardStatus.FAILED for one in rewards)
+
+
+def _wrong(rewards: Sequence[Reward], count: int) -> str:
+    """The field of an answer that is wrong, what was expected and what came; empty for a right one."""
+    if len(rewards) != count:
+        return f"expected {count} rewards, got {len(rewards)}"
+    for one in rewards:
+        if one.status is not RewardStatus.SCORED and one.value:
+            return f"value: expected 0 beside {one.status}, got {one.value}"
+        numbers = [value for _, value in one.parts]
+        if not all(map(math.isfinite, numbers)):
+            return f"parts: expected finite numbers, got {numbers}"
+        if len(one.evidence) > MOST_EVIDENCE:
+            return f"evidence: expected at most {MOST_EVIDENCE} characters, got {len(one.evidence)}"
+    return ""

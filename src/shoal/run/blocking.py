@@ -1,8 +1,13 @@
 """Coroutines run to their end from plain code, in a notebook too, whose thread runs an event loop already."""
 
 import asyncio
-from collections.abc import Coroutine
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import uvloop
@@ -10,15 +15,71 @@ import uvloop
 T = TypeVar("T")
 
 
+END_S = 12.0
+"""Seconds that a run has for its end once it was told to stop."""
+INTERRUPTED = 130
+"""Exit status of a process that was told to stop."""
+
+
+@contextmanager
+def bounded_end(end_s: float = END_S) -> Iterator[Callable[[], None]]:
+    """Gives a function that begins the time to end, after which this process ends, and with it its children."""
+
+    def force() -> None:
+        os.write(sys.stderr.fileno(), f"shoal: not ended in {end_s:g} s, so killed; go on with --resume\n".encode())
+        os._exit(INTERRUPTED)
+
+    timer = threading.Timer(end_s, force)
+    timer.daemon = True
+
+    def begin() -> None:
+        if not timer.is_alive() and not timer.finished.is_set():
+            timer.start()
+
+    try:
+        yield begin
+    finally:
+        timer.cancel()
+
+
+async def _interruptible(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Result of a coroutine of the main thread, which SIGINT and SIGTERM cancel."""
+    task, loop, stopped = asyncio.current_task(), asyncio.get_running_loop(), False
+    assert task is not None
+    if threading.current_thread() is not threading.main_thread():
+        return await coroutine
+
+    with bounded_end() as begin:
+
+        def stop(number: int, frame: object) -> None:
+            nonlocal stopped
+            if not stopped:
+                stopped = True
+                begin()
+                loop.call_soon_threadsafe(task.cancel)
+
+        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return await coroutine
+        except asyncio.CancelledError:
+            if not stopped:
+                raise
+            raise KeyboardInterrupt from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine and returns its result: here, or in a thread where this one has a running event loop.
 
-    An interrupt cancels the coroutine and waits for its end, as Ctrl-C does.
+    Ctrl-C and SIGTERM cancel the coroutine and raise `KeyboardInterrupt` after its end. What has not ended `END_S`
+    after them is stopped or gone, and ends with this process.
     """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return uvloop.run(coroutine)
+        return uvloop.run(_interruptible(coroutine))
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
 
     async def tracked() -> T:

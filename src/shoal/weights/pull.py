@@ -110,16 +110,19 @@ class VersionPuller:
                 data = await self._shard(file, index, before)
                 await asyncio.to_thread(_write, unfinished / file.name, index * SHARD_BYTES, data)
 
-        for file in manifest.files:
-            (unfinished / file.name).touch()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                for file in manifest.files:
-                    for index in range(len(file.shards)):
-                        tasks.create_task(one(file, index))
-        except* (WireError, OSError, EngineUnavailable) as errors:
-            raise _first(errors) from None
-        await asyncio.to_thread(_replace, unfinished, target)
+            for file in manifest.files:
+                (unfinished / file.name).touch()
+            try:
+                async with asyncio.TaskGroup() as tasks:
+                    for file in manifest.files:
+                        for index in range(len(file.shards)):
+                            tasks.create_task(one(file, index))
+            except* (WireError, OSError, EngineUnavailable) as errors:
+                raise _first(errors) from None
+            await asyncio.to_thread(_replace, unfinished, target)
+        finally:  # of a pull that failed nothing stays; one that succeeded has given the folder its name
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     async def _shard(self, file: VersionFile, index: int, before: Mapping[str, tuple[WeightShard, ...]]) -> bytes:
         shard, older = file.shards[index], before.get(file.name, ())
