@@ -305,11 +305,8 @@ class Child:
                 (os.killpg if self._own_group else os.kill)(self._process.pid, number)
 
     async def end(self) -> None:
-        """Ends the child: terminates its process group, and kills it after the grace, or at once when cancelled.
-
-        Unsent bytes are discarded: a child that hangs would never read them.
-        """
-        self._writer.transport.abort()
+        """Ends the child: terminates its process group, and kills it after the grace, or at once when cancelled."""
+        self._writer.transport.abort()  # a child that hangs would never read unsent bytes
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a stopped process takes the other signal only then
         await ended(self._process, self.kill, GRACE_S, hurry=self.kill)
