@@ -13,7 +13,7 @@ TEST_JOBS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm torchtitan hostile fuzz chaos growth cluster slurm images services adapters harnesses trackers newcomer installs tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -89,6 +89,11 @@ adapters: $(VENV)/dev-installed
 		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer google-re2 jsonschema; } || exit 1; \
 	done
 	$(BIN)/python tests/support/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
+
+# A backup at a real S3 server, moto's.
+backup-s3: $(VENV)/dev-installed
+	test -d $(VENV)-s3 || $(PIP) --target $(VENV)-s3 'moto[server]' s3fs
+	SHOAL_S3="$(CURDIR)/$(VENV)-s3" $(BIN)/python -m pytest -v tests/run/test_backup.py -m s3
 
 # lm-eval and Inspect against `shoal serve`.
 harnesses: $(VENV)/dev-installed

@@ -2,10 +2,14 @@
 
 import asyncio
 import json
+import os
 import shutil
+import socket
 import stat
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -70,10 +74,46 @@ def copied_steps(backup: Path) -> int:
         return audit(Path(folder) / "run").steps
 
 
-@pytest.fixture(params=["folder", "file URL", "memory URL"])
+@pytest.fixture(scope="session")
+def s3_bucket() -> Iterator[str]:
+    """URL of a bucket at a real S3 server, which `make backup-s3` brings."""
+    packages = os.environ["SHOAL_S3"]
+    sys.path.append(packages)
+    port = free_port()
+    server = subprocess.Popen(
+        [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
+        env={**os.environ, "PYTHONPATH": packages},
+        stderr=subprocess.DEVNULL,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        patch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{port}")
+        asyncio.run(until(lambda: answers(port)))
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("backups")
+        try:
+            yield "s3://backups"
+        finally:
+            server.terminate()
+            server.wait()
+
+
+def answers(port: int) -> bool:
+    """Whether something listens at a port."""
+    with socket.socket() as tried:
+        return tried.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture(params=["folder", "file URL", "memory URL", pytest.param("S3", marks=pytest.mark.s3)])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Where a backup goes."""
     folder = tmp_path / "backup"
+    if request.param == "S3":
+        if "SHOAL_S3" not in os.environ:
+            pytest.skip("needs an S3 server: make backup-s3")
+        return f"{request.getfixturevalue('s3_bucket')}{folder}"
     return {"folder": str(folder), "file URL": f"file://{folder}", "memory URL": f"memory:/{folder}"}[request.param]
 
 
