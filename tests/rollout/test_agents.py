@@ -214,6 +214,18 @@ def test_an_error_raised_from_a_full_context_is_a_full_context() -> None:
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.0)
 
 
+async def refuse_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> None:
+    answer = await client.responses.create(model="policy", input="go on", max_output_tokens=1)
+    if answer.status == "incomplete":
+        raise RuntimeError("the response is incomplete")
+
+
+def test_an_agent_that_raises_for_an_answer_cut_by_max_tokens_is_truncated() -> None:
+    (rollout,) = played(function_play(refuse_a_cut_answer), max_model_len=400)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.0)
+    assert "max_tokens cut its answer" in rollout.reason
+
+
 async def compact_and_answer(task: Task, client: openai.AsyncOpenAI) -> float:
     await overflowed(client)
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "in short"}])

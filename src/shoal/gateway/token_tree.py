@@ -126,6 +126,12 @@ class TokenTree:
         """Generations in the order of their commits."""
         return tuple(self._generations.values())
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether the newest answer ended at a limit of tokens."""
+        newest = self._generations[max(self._generations)] if self._generations else None
+        return newest is not None and newest.completion.finish_reason is FinishReason.LENGTH
+
     def attach(self, conversation: Conversation) -> Attachment:
         """Finds the deepest generation that the conversation begins with, and the messages after it.
 

@@ -109,6 +109,8 @@ class AgentRunner:
                 return _End(None, f"deadline: the rollout took longer than {self.timeout_s:g} s")
             if model.tree.truncated and _is_overflow(error):
                 return _End(Outcome(reward=0.0), OVERFLOW)
+            if model.tree.is_cut:  # frameworks raise for an answer that lacks its end
+                return _End(Outcome(reward=0.0), f"policy: max_tokens cut its answer, and then {described(error)}")
             return _End(None, f"agent: {described(error)}")
 
     async def _judged(self, task: Task, i: int, model: "HostedSession", end: _End) -> Rollout:
