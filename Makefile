@@ -178,6 +178,12 @@ site: $(VENV)/dev-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "the site begins at build/site/index.html"
 
+# Attacks of peers on the real node under a virtual clock, a JSON line each; SEEDS lists the seeds.
+SEEDS ?= 0 1 2
+.PHONY: adversary
+adversary: $(VENV)/dev-installed
+	@PYTHONPATH=src:tests/support:. $(BIN)/python tests/support/adversary.py $(SEEDS)
+
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
 EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing pictures sapo sapo_stacked
 .PHONY: $(EXPERIMENTS)

@@ -394,7 +394,8 @@ def test_each_name_has_a_bucket_of_its_own_and_those_that_asked_long_ago_a_full_
     assert [buckets.take(name, 0.0) for name in ("a", "b", "a")] == [True, True, False]
     for number in range(MOST_RATED):
         buckets.take(str(number), 0.0)
-    assert buckets.take("a", 0.0), "the table holds no more names"
+    assert not buckets.take("a", 0.0), "many names give no name its rate anew"
+    assert buckets.take("a", 10.0)
 
 
 def test_random_damage_to_frames_never_raises_and_never_enters() -> None:

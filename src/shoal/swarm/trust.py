@@ -176,6 +176,7 @@ class IngressFilter:
         self._timer = timer
         self._newcomers: Recent[str, PeerRecord] = Recent(self._limits.authors)
         self._established: Recent[str, PeerRecord] = Recent(self._limits.authors)
+        self._unheard = set[str]()  # established before this process, and silent since
         self._promotions = Bucket(self._limits.established_per_s, 1.0)
         self._crowd = self._new(self._limits.newcomers_rate_per_s, self._limits.newcomers_burst)
         """Rates of all newcomers together."""
@@ -256,7 +257,8 @@ class IngressFilter:
         author.good, author.bad = author.good * DECAY + 1, author.bad * DECAY
         if author.established or author.good < ESTABLISHED:
             return
-        if len(self._established) < self._limits.first_established or self._promotions.take(steady_s):
+        heard = len(self._established) - len(self._unheard)
+        if heard < self._limits.first_established or self._promotions.take(steady_s):
             self._establish(peer_id, author)
 
     def vouch(self, peer_id: str) -> None:
@@ -265,6 +267,7 @@ class IngressFilter:
             author = self._record(peer_id)
             author.good = max(author.good, 2 * ESTABLISHED)
             self._establish(peer_id, author)
+            self._unheard.add(peer_id)
 
     @property
     def established(self) -> tuple[str, ...]:
@@ -308,6 +311,7 @@ class IngressFilter:
         if not all(one.processor.take(steady_s, 0.0) and one.bucket.take(steady_s) for one in rated):
             return Reason.FLOODING
         self._remember(peer_id, author)
+        self._unheard.discard(peer_id)
         author.mark(envelope.session, envelope.sequence)
         return envelope
 

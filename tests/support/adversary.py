@@ -1,0 +1,123 @@
+"""Attacks of peers on the real node under a virtual clock: `make adversary` prints one JSON line per attack and seed.
+
+Honest peers share one informative group a step. An owner with k keys shares true offers under each. The line has the
+owner's share of the groups that the node took, and how many groups a step took.
+"""
+
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.clock import run_virtual
+from chat_templates import ANSWERING, renderer_of
+from shoal import wire
+from shoal.config import Config, SwarmConfig, TaskConfig
+from shoal.net.identity import Identity
+from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.envelope import Kind, Signer
+from shoal.swarm.exchange import MemorySwarm
+from shoal.swarm.node import Node
+from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.peer import Joined
+from shoal.tasks.jsonl import JsonlService
+from shoal.types import Reward, Split, Task
+
+NOW_S = 1.8e9
+STEP_S = 10.0
+HONEST, WANTED = 8, 4
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An owner of `keys`, each with some `offers` a step from a step on."""
+
+    keys: int
+    offers: int
+    from_step: int
+    steps: int
+
+
+class ExactScorer:
+    """A `Scorer` that compares."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        await asyncio.sleep(0.02)
+        return [Reward(float(answer == task.answer)) for answer in answers]
+
+
+def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
+    """Runs an attack and returns its figures."""
+    rng, hub = random.Random(seed), MemorySwarm()
+    data = folder / "data.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"say {i}", "answer": f"{i}"}) for i in range(6000)))
+    numbers = TaskConfig(name="numbers", service="jsonl", path=str(data), scorer="exact", eval_share=0.01)
+    config = Config(tasks=[numbers], swarm=SwarmConfig(external_groups=WANTED), seed=seed)
+    own = OwnTasks([service := JsonlService(numbers, 0)])
+    claims = iter(_shuffled(service, rng))
+    honest, owned = ([Identity.fresh() for _ in range(n)] for n in (HONEST, attack.keys))
+    signers = {one.peer_id: Signer(one, "reef", 1) for one in (*honest, *owned)}
+
+    async def main() -> list[list[str]]:
+        now_s = asyncio.get_running_loop().time
+        joined = Joined(
+            hub.join(), own, Identity.fresh(), folder, config, clock=lambda: NOW_S + now_s(), timer=lambda: 0.0
+        )
+        node = Node(joined, ExactScorer(), renderer_of(ANSWERING["qwen3"]), 256, threads=False)
+        running, taken = asyncio.ensure_future(node.run()), list[list[str]]()
+        for step in range(attack.steps):
+            authors = [one.peer_id for one in honest]
+            authors += [one.peer_id for one in owned] * attack.offers * (step >= attack.from_step)
+            rng.shuffle(authors)
+            for author in authors:
+                claim = await own.claim(next(claims))
+                rollouts = OfferedRollout(claim.truth or ""), OfferedRollout(f"{rng.random()}")
+                content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", NOW_S + now_s())
+                frame = signers[author].frame(Kind.OFFER, wire.encode(content), NOW_S + now_s())
+                hub.put(Kind.OFFER, author, frame)
+            await asyncio.sleep(STEP_S)
+            groups = await node.take(step, _logprobs)
+            taken.append([group.origin.peer_id for group in groups if group.origin])
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        return taken
+
+    taken = run_virtual(main())
+    during = Counter(author in {one.peer_id for one in owned} for step in taken[attack.from_step :] for author in step)
+    return {
+        **asdict(attack),
+        "seed": seed,
+        "share": round(during[True] / max(during.total(), 1), 3),
+        "groups_a_step_from_10": round(sum(map(len, taken[10:])) / max(len(taken[10:]), 1), 2),
+    }
+
+
+def _shuffled(service: JsonlService, rng: random.Random) -> list[Task]:
+    tasks = list(service.tasks(Split.TRAIN))
+    rng.shuffle(tasks)
+    return tasks
+
+
+async def _logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    return [[-1.0] * (len(row) - 1) for row in rows]
+
+
+ATTACKS = (
+    Attack(0, 0, 0, 40),
+    Attack(1, 1, 20, 120),
+    Attack(1, 30, 20, 120),
+    Attack(8, 1, 20, 120),
+    Attack(32, 1, 20, 120),
+    Attack(16, 1, 0, 40),
+)
+
+if __name__ == "__main__":
+    for seed_ in map(int, sys.argv[1:] or ["0"]):
+        for attack_ in ATTACKS:
+            with tempfile.TemporaryDirectory() as folder_:
+                print(json.dumps(simulated(attack_, seed_, Path(folder_))), flush=True)
