@@ -1,8 +1,10 @@
 """`shoal view` in a real browser, on runs that have ended and on one that is still written."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,9 +14,12 @@ import uvicorn
 
 from browser import Page, browser_path, chromium
 from shoal.errors import RunDirError
+from shoal.model.made_models import cache_directory
+from shoal.model.quantised import name_of
 from shoal.net.listening import listening_socket, url_of
 from shoal.net.server import uvicorn_config
-from shoal.observe.charts import MOST_POINTS, thinned
+from shoal.observe.charts import MOST_POINTS, OVERVIEW, drawn, thinned
+from shoal.observe.export_extras import extras_of
 from shoal.observe.runs import differences, watched
 from shoal.observe.view.prose import visible
 from shoal.observe.view.server import ViewServer
@@ -24,7 +29,7 @@ from view_run import MadeRun
 DRAWN = "document.querySelectorAll('.plot .main-svg').length > 3"
 
 TITLES = {
-    *("Reward", "Held-out reward", "Held-out full marks", "Solved, by task", "Staleness, versions", "Busy"),
+    *("Reward", "Held-out reward", "Staleness, versions", "Busy"),
     *(
         "Tokens per second",
         "Mismatch of engine and trainer, nats",
@@ -96,6 +101,58 @@ def test_the_overview_draws_two_runs_over_one_another_and_says_what_differs(tmp_
             assert all(one.startswith(url) or one.startswith("data:") for one in loaded)
 
     asyncio.run(check())
+
+
+def test_the_overview_smooths_over_faint_steps_and_says_model_and_state_in_words(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "run", "owner/model")
+        for _ in range(18):
+            await run.step()
+        async with seen(run.run_dir) as (page, url):
+            await page.goto(url)
+            await page.until(DRAWN)
+            mean, steps = await page.value(
+                """[...document.querySelector('.plot').data].map(one => [one.y.at(-1), one.showlegend, one.opacity])"""
+            )
+            assert mean == [pytest.approx(0.875), None, None]  # 18 steps / 12 windows: two in each
+            assert steps == [pytest.approx(0.9), False, 0.3]
+            assert await page.value(lines_of("Busy")) == ["engine", "engine", "trainer", "trainer"]
+            titles = await page.value("[...document.querySelectorAll('.chart')].map(one => one.dataset.title)")
+            assert not {"Solved, by task", "Held-out full marks"} & set(titles)  # rewards are only 0 or 1
+            assert "full marks" not in await page.value("document.querySelector('.facts').innerText")
+            lead = "document.querySelector('.lead').innerText"
+            assert (await page.value(lead)).startswith("owner/model on chain_sum, running for ")
+            await run.close()
+            await page.goto(url)
+            assert "stopped after" in await page.value(lead)
+            (run.run_dir / "model").mkdir()
+            await page.goto(url)
+            assert "ended after" in await page.value(lead)
+
+    asyncio.run(check())
+
+
+def test_a_chart_is_left_out_only_beside_the_chart_that_it_repeats(tmp_path: Path) -> None:
+    run = next(iter(watched([asyncio.run(made(tmp_path / "run", 3))]).values())).records()
+    titles = {one.title for one in drawn(OVERVIEW, {"run": run})}
+    assert "Solved, by task" not in titles
+    assert {"Mismatch of engine and trainer, nats", "Answers cut at max_tokens"} <= titles  # equal by chance: both 0
+    other = replace(run, steps=tuple({**step, "reward": 0.5} for step in run.steps))
+    assert "Solved, by task" in {one.title for one in drawn(OVERVIEW, {"run": other})}
+
+
+def test_tokens_of_a_model_in_one_file_have_text(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights = tmp_path / "model.gguf"
+    weights.write_bytes(b"GGUF")
+    run_dir = asyncio.run(made(tmp_path / "run", 1, model=weights))
+    assert extras_of(run_dir).text is None
+    read = cache_directory() / name_of(weights)
+    read.mkdir(parents=True)
+    shutil.copy(tiny_model_dir / "tokenizer.json", read)
+    assert extras_of(run_dir).text is not None
 
 
 def test_the_page_says_why_rollouts_failed_with_file_and_line(tmp_path: Path) -> None:

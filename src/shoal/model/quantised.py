@@ -54,7 +54,13 @@ def convert(file: Path) -> Path:
             raise ModelError(
                 f"model {str(file)!r}: expected the package {package}; pip install 'shoal[real]' brings it"
             )
-    return _made(file.resolve(), file.stem, [file])
+    directory, _ = make(name_of(file), "shoal.model.quantised", [str(file.resolve())])
+    return directory
+
+
+def name_of(file: Path) -> str:
+    """Name in the cache of a GGUF file's directory."""
+    return _name(file.resolve(), file.stem, [file])
 
 
 def dequantised(directory: Path) -> Path:
@@ -68,15 +74,16 @@ def dequantised(directory: Path) -> Path:
         return directory
     if method != MXFP4:
         return directory
-    return _made(directory.resolve(), directory.name, [directory / "config.json", *directory.glob("*.safetensors")])
+    source, files = directory.resolve(), [directory / "config.json", *directory.glob("*.safetensors")]
+    made, _ = make(_name(source, directory.name, files), "shoal.model.quantised", [str(source)])
+    return made
 
 
-def _made(source: Path, name: str, files: Sequence[Path]) -> Path:
-    """Directory made of a source, once for each state of its files."""
+def _name(source: Path, name: str, files: Sequence[Path]) -> str:
+    """Name of what is made of a source, another for each state of its files."""
     states = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     identity = hashlib.blake2b(f"{source} {states}".encode(), digest_size=6).hexdigest()
-    directory, _ = make(f"{name}-{identity}", "shoal.model.quantised", [str(source)])
-    return directory
+    return f"{name}-{identity}"
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from shoal.errors import ModelError
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.quantised import convert, dequantised, gguf_file
+from shoal.model.made_models import cache_directory
+from shoal.model.quantised import convert, dequantised, gguf_file, name_of
 
 
 def local_directory(path: str) -> Path:
@@ -35,6 +36,23 @@ def local_directory(path: str) -> Path:
     except (HFValidationError, OSError) as error:  # the hub's own errors are OSErrors too
         raise ModelError(f"model {path!r}: no such directory is here, and {_refusal(error)}") from error
     return dequantised(Path(fetched))
+
+
+def found_directory(path: str) -> Path | None:
+    """Directory with a model's tokenizer that is here already; None where it would have to be made or fetched."""
+    try:
+        file = gguf_file(path)
+    except ModelError:
+        return None
+    if file is not None:
+        return cache_directory() / name_of(file)
+    directory = Path(path).expanduser()
+    if directory.is_dir() or path.startswith((".", "/", "~")) or path.count("/") != 1:
+        return directory
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(path, "tokenizer.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _refusal(error: Exception) -> str:

@@ -15,10 +15,11 @@ BOUNDED = "staleness_max"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a chart; `means` explains the number."""
+    """One line of a chart; `label` is its word in a legend, and `means` explains the number."""
 
     run: str
     name: str
+    label: str
     means: str
     x: list[float]
     y: list[float | None]
@@ -36,14 +37,16 @@ class Chart:
     evals: tuple[str, ...] = ()
     is_share: bool = False
     is_log: bool = False
+    repeats: str = ""
+    """Title of the chart that this one is left out for where its lines are equal to lines of that one."""
     lines: Sequence[Line] = ()
 
 
 OVERVIEW = (
     Chart("Reward", ("reward",)),
     Chart("Held-out reward", evals=("sampled_reward", "greedy_reward")),
-    Chart("Held-out full marks", evals=("sampled", "greedy", "pass_at_k"), is_share=True),
-    Chart("Solved, by task", ("solve_rate/",), is_share=True),
+    Chart("Held-out full marks", evals=("sampled", "greedy", "pass_at_k"), is_share=True, repeats="Held-out reward"),
+    Chart("Solved, by task", ("solve_rate/",), is_share=True, repeats="Reward"),
     Chart("Staleness, versions", ("staleness_mean", BOUNDED)),
     Chart("Tokens per second", ("tokens_per_s",)),
     Chart("Busy", ("engine_busy", "trainer_busy"), is_share=True),
@@ -73,13 +76,51 @@ SWARM = (
 )
 
 
+LABELS = {
+    "sampled_reward": "sampled",
+    "greedy_reward": "greedy",
+    "pass_at_k": "pass@k",
+    "staleness_mean": "mean",
+    "staleness_max": "oldest group",
+    "engine_busy": "engine",
+    "trainer_busy": "trainer",
+    "informative_share": "groups whose rewards differ",
+    "ess": "effective sample size",
+    "clipped_share": "tokens clipped",
+    "masked_share": "tokens masked",
+    "kl": "KL",
+    "grad_norm": "gradient norm",
+    "mismatch_fresh": "newest weights",
+    "mismatch": "all tokens",
+    "save_s": "saves a checkpoint",
+    "groups_wait_s": "waits for groups",
+    "train_s": "trains",
+    "write_s": "writes a Version",
+    "scorer_p50_s": "median",
+    "scorer_p99_s": "99th percentile",
+    "scorer_queue_p50_s": "median",
+    "scorer_queue_p99_s": "99th percentile",
+    "offers_shared": "given",
+    "offers_admitted": "admitted",
+    "offers_refused": "refused",
+    "external": "trained",
+    "external_missing": "missing",
+    "reward": "own",
+    "reward_external": "peers'",
+}
+"""Words for numbers that share a chart with others; a number of a task, of bounds or of versions has theirs."""
+
+
 def drawn(charts: Sequence[Chart], runs: Mapping[str, RunRecords]) -> list[Chart]:
-    """The charts of which some run has numbers."""
+    """The charts of which some run has numbers, each picture once."""
     found = [
         replace(chart, lines=[line for name, run in runs.items() for line in _lines(chart, name, run)])
         for chart in charts
     ]
-    return [chart for chart in found if chart.lines]
+    curves = {chart.title: [(line.run, line.x, line.y) for line in chart.lines] for chart in found}
+    return [
+        chart for chart in found if not all(curve in curves.get(chart.repeats, ()) for curve in curves[chart.title])
+    ]
 
 
 def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[float | None]]:
@@ -94,6 +135,11 @@ def thinned(x: Sequence[float], y: Sequence[float]) -> tuple[list[float], list[f
     return [x[min(i + span, len(x)) - 1] for i in starts], [round(v, 6) if math.isfinite(v) else None for v in means]
 
 
+def _label(name: str) -> str:
+    kind, _, of = name.partition("/")
+    return of.replace("-", " to ") if kind == "ratio_share" else of or LABELS.get(name, name)
+
+
 def _lines(chart: Chart, run_name: str, run: RunRecords) -> list[Line]:
     wanted = [(run.steps, name, STEP_NAMES) for name in chart.steps]
     wanted += [(run.evals, name, EVAL_NAMES) for name in chart.evals]
@@ -106,9 +152,9 @@ def _lines(chart: Chart, run_name: str, run: RunRecords) -> list[Line]:
             if any(map(math.isfinite, values)):
                 if (of_steps := records is run.steps) not in steps:
                     steps[of_steps] = column(records, "step")
-                lines.append(Line(run_name, one, meaning, *thinned(steps[of_steps], values)))
+                lines.append(Line(run_name, one, _label(one), meaning, *thinned(steps[of_steps], values)))
     if run.config is not None and (bounded := next((line for line in lines if line.name == BOUNDED), None)):
         bound = float(run.config.asynchrony.max_staleness)
         ends = [bounded.x[0], bounded.x[-1]]
-        lines.append(Line(run_name, "max_staleness", "Bound of the staleness.", ends, [bound, bound]))
+        lines.append(Line(run_name, "max_staleness", "bound", "Bound of the staleness.", ends, [bound, bound]))
     return lines

@@ -13,6 +13,7 @@ from shoal.errors import ConfigError, WireError
 from shoal.experience.export import Extras
 from shoal.experience.log import BODY_BYTES, snapshot
 from shoal.experience.raw import RawGroup, read_groups
+from shoal.model.renderer_loading import found_directory
 from shoal.trainer.advantage import Kind, returns_of, turn_advantages
 from shoal.types import Rollout, RolloutStatus
 
@@ -32,8 +33,8 @@ def extras_of(run_dir: Path, *, reads_log: bool = True) -> Extras:
         config = load(run_dir / "resolved.toml")
     except ConfigError:
         return Extras()
-    folders = (run_dir / "model", Path(config.model.path))
-    file = next((one for folder in folders if (one := folder / "tokenizer.json").is_file()), None)
+    folders = (run_dir / "model", found_directory(config.model.path))
+    file = next((one for folder in folders if folder and (one := folder / "tokenizer.json").is_file()), None)
     text = None if file is None else token_text(Tokenizer.from_file(str(file)))
     within = config.train.advantage in WITHIN_GROUPS
     known = config.train.advantage != "gae" and (within or reads_log)

@@ -26,7 +26,7 @@ def _listed(run_dir: Path, locked: frozenset[int]) -> Mapping[str, float | str |
     written = (run_dir / METRICS, run_dir / FILE, run_dir / "resolved.toml")
     return {
         "name": run_dir.name,
-        "state": _state(run_dir, locked),
+        "state": state_of(run_dir, locked),
         "steps": steps,
         "of": run.config.train.steps if run.config else None,
         "reward": lately(run, "reward"),
@@ -38,8 +38,12 @@ def _listed(run_dir: Path, locked: frozenset[int]) -> Mapping[str, float | str |
     }
 
 
-def _state(run_dir: Path, locked: frozenset[int]) -> str:
-    """A run that is written holds its log's lock; one that reached its end has written its model."""
+def state_of(run_dir: Path, locked: frozenset[int] | None = None) -> str:
+    """State of a run: running, ended or stopped; `locked` are the inodes of locked files, else read here.
+
+    A run that is written holds its log's lock; one that reached its end has written its model.
+    """
+    locked = _locked_inodes() if locked is None else locked
     lock = run_dir / LOCK
     if lock.exists() and lock.stat().st_ino in locked:
         return "running"

@@ -73,7 +73,7 @@ def _plot(axes: Axes, chart: Chart) -> None:
         values = [math.nan if value is None else value for value in line.y]
         if window > 1:
             axes.plot(line.x, values, color=colour, linewidth=0.8, alpha=0.2)
-        label = plain(line.name.rpartition("/")[2]) if number < MOST_NAMED else "_"
+        label = plain(line.label) if number < MOST_NAMED else "_"
         marker = "o" if len(line.x) <= FEW_POINTS else ""
         axes.plot(line.x, moving_average(values, window), color=colour, marker=marker, markersize=4, label=label)
     if chart.is_log and lines:

@@ -39,15 +39,15 @@ from shoal.net.listening import is_loopback, listening_socket, url_of
 from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, look, uvicorn_config
 from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
 from shoal.observe.export_extras import extras_of
-from shoal.observe.metrics import Record, number
-from shoal.observe.runs import RunRecords, WatchedRun, differences, watched
-from shoal.observe.status import lately, warnings_of
+from shoal.observe.runs import WatchedRun, differences, watched
+from shoal.observe.status import warnings_of
 from shoal.observe.token_files import trained_tokens
 from shoal.observe.view.cost import Prices, costs
 from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.prose import markdown_of_a_page, prose, visible
 from shoal.observe.view.reading import asked, glance, said, shortened, shown
+from shoal.observe.view.standing import figures, last_step, lead
 from shoal.observe.view.swarm import influence, swarm_status
 from shoal.observe.view.timeline import timeline
 from shoal.observe.view.tokens import By, shades, tokens_of
@@ -178,15 +178,18 @@ class ViewServer:
 
     def _overview(self, http: Request) -> Response:
         records = {name: run.records() for name, run in self._runs.items()}
-        facts = [(name, _facts(run), warnings_of(run), _last_step(run)) for name, run in records.items()]
+        facts = [
+            (name, lead(self._runs[name].run_dir, run), figures(run), warnings_of(run), last_step(run))
+            for name, run in records.items()
+        ]
         changed = differences(records) if len(records) > 1 else []
         return self._page(http, "overview.html", facts=facts, changed=changed)
 
     def _rollouts(self, http: Request) -> Response:
         run, wanted = self._run(http), _asked(http, Filter)
         index = self._indexes[run.name]
-        found, last_step = index.search(wanted), _last_step(run.records())
-        written = wanted.step is None or wanted.step <= (last_step or 0)
+        found, newest = index.search(wanted), last_step(run.records())
+        written = wanted.step is None or wanted.step <= (newest or 0)
         return self._page(
             http,
             "rollouts.html",
@@ -196,7 +199,7 @@ class ViewServer:
             rows=[(row, *glance(row)) for row in found.rows],
             index=index,
             comes=not found.rows and not index.problem and written and index.lacks(wanted.step),
-            last_step=last_step,
+            last_step=newest,
             previous=http.url.include_query_params(page=wanted.page - 1),
             next=http.url.include_query_params(page=wanted.page + 1),
         )
@@ -320,28 +323,6 @@ def _asked(http: Request, kind: type[T]) -> T:
         if isinstance(value, int) and abs(value) > MOST_NUMBER:
             raise Refused(400, f"address: {name}: expected a number up to {MOST_NUMBER}, got {value}")
     return wanted
-
-
-def _last_step(run: RunRecords) -> int | None:
-    """Number of the newest step; None before the first."""
-    return int(number(run.steps[-1], "step")) if run.steps else None
-
-
-def _facts(run: RunRecords) -> list[tuple[str, str]]:
-    """Where a run stands, as label and figure."""
-    last: Record = run.evals[-1] if run.evals else {}
-    of = f" of {run.config.train.steps}" if run.config else ""
-    figures = (
-        ("reward", lately(run, "reward"), ".3f"),
-        ("tokens/s", lately(run, "tokens_per_s"), ",.0f"),
-        ("staleness", lately(run, "staleness_mean"), ".2f"),
-        ("engine busy", lately(run, "engine_busy"), ".0%"),
-        ("trainer busy", lately(run, "trainer_busy"), ".0%"),
-        ("held-out reward", last.get("sampled_reward"), ".3f"),
-        ("held-out full marks", last.get("sampled"), ".3f"),
-    )
-    known = [(label, format(value, form)) for label, value, form in figures if isinstance(value, int | float)]
-    return [("step", f"{len(run.steps)}{of}"), *known]
 
 
 async def serve_view(

@@ -1,6 +1,6 @@
 "use strict";
 // Draws the charts and follows a run that is written. Texts of a run only ever become text nodes.
-const EVERY_MS = 3000;
+const EVERY_MS = 3000, WINDOWS_PER_LINE = 12;
 const COLORS = ["#2f6fd6", "#e0762b", "#2c9c69", "#b054c4", "#c9433f", "#8a7a1f", "#2a9db0", "#7a6be0"];
 const DASHES = ["solid", "dot", "dash", "dashdot"];
 const holder = document.getElementById("charts");
@@ -23,12 +23,13 @@ function trace(line, chart, span) {
   const names = [...new Set(chart.lines.map((other) => other.name))];
   const several = runs.length > 1;
   const color = COLORS[(several ? runs.indexOf(line.run) : names.indexOf(line.name)) % COLORS.length];
-  const label = several ? (names.length > 1 ? `${line.run} ${line.name}` : line.run) : line.name;
-  return {
+  const label = several ? (names.length > 1 ? `${line.run} ${line.label}` : line.run) : line.label;
+  const main = {
     x: line.x, y: smoothed(line.y, span), name: label.replaceAll("<", "\u2039"), type: "scatter", mode: line.x.length < 60 ? "lines+markers" : "lines",
     line: { color, width: 2, dash: several ? DASHES[names.indexOf(line.name) % DASHES.length] : "solid" },
     marker: { size: 4 }, connectgaps: true, hovertemplate: chart.is_share ? "%{y:.1%}" : "%{y:.4~g}",
   };
+  return span > 1 ? [main, { ...main, y: line.y, mode: "lines", line: { color, width: 1 }, opacity: 0.3, zorder: -1, showlegend: false, hoverinfo: "skip", hovertemplate: undefined }] : [main];
 }
 
 function draw(chart, index, span) {
@@ -39,18 +40,20 @@ function draw(chart, index, span) {
     box.dataset.title = chart.title;
     const title = document.createElement("h2"), plot = document.createElement("div");
     title.textContent = chart.title;
-    title.title = [...new Set(chart.lines.map((line) => `${line.name}: ${line.means}`))].join("\n");
+    title.title = [...new Set(chart.lines.map((line) => `${line.label}: ${line.means}`))].join("\n");
     plot.className = "plot";
     box.append(title, plot);
     holder.children[index] ? holder.children[index].replaceWith(box) : holder.append(box);
   }
   const { axis, ...look } = theme();
+  const longest = Math.max(...chart.lines.map((line) => line.x.length));
+  const window = span || Math.max(1, Math.round(longest / WINDOWS_PER_LINE));
   const layout = {
     ...look, margin: { l: 44, r: 12, t: 6, b: 30 }, hovermode: "x unified", uirevision: "kept", dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
     xaxis: { ...axis, title: { text: "step", standoff: 4 } }, yaxis: { ...axis, tickformat: chart.is_share ? ".0%" : "", rangemode: "tozero", type: chart.is_log ? "log" : "linear" },
     showlegend: chart.lines.length > 1, legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
   };
-  Plotly.react(box.querySelector(".plot"), chart.lines.map((line) => trace(line, chart, span)), layout, { responsive: true, displayModeBar: false });
+  Plotly.react(box.querySelector(".plot"), chart.lines.flatMap((line) => trace(line, chart, window)), layout, { responsive: true, displayModeBar: false });
 }
 
 function theme() {

@@ -1,0 +1,40 @@
+"""Where a run stands, in words and figures for the top of the overview."""
+
+from pathlib import Path
+
+from shoal.observe.listing import state_of
+from shoal.observe.metrics import Record, number
+from shoal.observe.progress import duration
+from shoal.observe.runs import RunRecords
+from shoal.observe.status import lately
+
+
+def last_step(run: RunRecords) -> int | None:
+    """Number of the newest step; None before the first."""
+    return int(number(run.steps[-1], "step")) if run.steps else None
+
+
+def lead(run_dir: Path, run: RunRecords) -> str:
+    """Model, tasks, state and duration of a run in one line."""
+    model = f"{run.config.model.path} on {', '.join(task.name for task in run.config.tasks)}, " if run.config else ""
+    took_s = max((number(one, "time_s", 0.0) for one in (*run.steps, *run.evals, *run.events)), default=0.0)
+    state = state_of(run_dir)
+    return f"{model}{state} {'for' if state == 'running' else 'after'} {duration(took_s)}"
+
+
+def figures(run: RunRecords) -> list[tuple[str, str]]:
+    """Where a run stands, as label and figure."""
+    last: Record = run.evals[-1] if run.evals else {}
+    is_same = all(one.get("sampled_reward") == one.get("sampled") for one in run.evals)
+    of = f" of {run.config.train.steps}" if run.config else ""
+    numbers = (
+        ("reward", lately(run, "reward"), ".3f"),
+        ("tokens/s", lately(run, "tokens_per_s"), ",.0f"),
+        ("staleness", lately(run, "staleness_mean"), ".2f"),
+        ("engine busy", lately(run, "engine_busy"), ".0%"),
+        ("trainer busy", lately(run, "trainer_busy"), ".0%"),
+        ("held-out reward", last.get("sampled_reward"), ".3f"),
+        ("held-out full marks", None if is_same else last.get("sampled"), ".3f"),
+    )
+    known = [(label, format(value, form)) for label, value, form in numbers if isinstance(value, int | float)]
+    return [("step", f"{len(run.steps)}{of}"), *known]
