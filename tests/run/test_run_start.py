@@ -29,7 +29,6 @@ from shoal.run.plan import plan, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
 from shoal.run.training import run_training, train
-from shoal.sandbox.runner import why_not
 from shoal.tasks.sdk import Definition, Question
 from shoal.trainer.trainer import Trainer
 from shoal.types import Split, Task
@@ -189,11 +188,10 @@ def test_a_task_s_own_score_is_tried_on_the_truth_of_its_first_question() -> Non
 def test_programs_are_refused_where_no_sandbox_works(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why_not.cache_clear()
+    monkeypatch.setattr("shoal.sandbox.runner._TRIALS", {})
     monkeypatch.setattr(sys, "platform", "another")
     with pytest.raises(SandboxUnavailable, match=r"no sandbox for untrusted programs works.*needs Linux"):
         planned(tmp_path, tiny_model_dir)
-    why_not.cache_clear()
 
 
 def test_what_a_resumed_run_comes_to_counts_the_steps_before_it() -> None:

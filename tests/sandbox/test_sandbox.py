@@ -46,6 +46,19 @@ def test_a_program_that_kills_itself_was_signalled(backend: Backend) -> None:
     assert (finished.ended, finished.exit_code, finished.signal) == (Ended.SIGNALLED, None, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("umask", [0o22, 0o77])
+def test_packages_that_only_their_owner_may_read_are_imported(backend: Backend, umask: int, tmp_path: Path) -> None:
+    """As root installs them under umask 077."""
+    before = os.umask(umask)
+    try:
+        (tmp_path / "packages" / "part").mkdir(parents=True)
+        (tmp_path / "packages" / "part" / "__init__.py").write_text("NAME = 'whole'")
+    finally:
+        os.umask(before)
+    finished = run(Program("import part; print(part.NAME)", packages=(tmp_path / "packages",)), backend=backend)
+    assert finished.stdout == b"whole\n", finished.stderr
+
+
 def test_asyncio_threads_and_temporary_files_work(backend: Backend) -> None:
     source = """
 import asyncio, tempfile, threading

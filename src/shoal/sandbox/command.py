@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import site
+import stat
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -49,14 +50,16 @@ def launch_spec(
 ) -> LaunchSpec:
     """Launch specification of a program."""
     first, *rest = program.command
+    readable = visible(*program.packages)
+    keeps_user = backend is Backend.LANDLOCK or not all(map(_open_to_others, (*readable, own_package())))
     packages = {"PYTHONPATH": os.pathsep.join(map(str, program.packages))} if program.packages else {}
     return LaunchSpec(
         backend=backend.value,
         argv=[interpreter() if first == "python" else first, *rest],
         environment={**packages, **program.environment},
-        readable=visible(*program.packages),
+        readable=readable,
         folder=folder,
-        uid=NONE if backend is Backend.LANDLOCK else other_uid(),
+        uid=NONE if keeps_user else other_uid(),
         status_fd=status_fd,
         files_fd=files_fd,
         cpu_s=math.ceil(limits.cpu_s),
@@ -119,6 +122,12 @@ def own_package() -> Path:
 def visible(*more: Path) -> list[str]:
     """Paths that a program may read: the bare Python and `more`, which must exist."""
     return outermost([*runtime(), *(str(path.resolve()) for path in more)])
+
+
+def _open_to_others(path: Path | str) -> bool:
+    """Whether any user may read a path; what root installed under umask 077 only root may."""
+    mode = os.stat(path).st_mode
+    return mode & 0o5 == 0o5 if stat.S_ISDIR(mode) else bool(mode & 0o4)
 
 
 def other_uid() -> int:
