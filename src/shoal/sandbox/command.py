@@ -51,7 +51,7 @@ def launch_spec(
     """Launch specification of a program."""
     first, *rest = program.command
     readable = visible(*program.packages)
-    keeps_user = backend is Backend.LANDLOCK or not all(map(_open_to_others, (*readable, own_package())))
+    keeps_user = backend is Backend.LANDLOCK or not all(_open_to_others(path) for path in (*readable, own_package()))
     packages = {"PYTHONPATH": os.pathsep.join(map(str, program.packages))} if program.packages else {}
     return LaunchSpec(
         backend=backend.value,
