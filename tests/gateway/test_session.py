@@ -124,3 +124,24 @@ def test_minted_ids_are_nine_letters_and_digits_and_differ() -> None:
     ids = {minted_id("s", generation, index) for generation in range(50) for index in range(4)}
     assert len(ids) == 200
     assert all(len(one) == 9 and one.isalnum() for one in ids)
+
+
+def test_a_tree_is_cut_while_its_newest_answer_is() -> None:
+    tree = TokenTree()
+    assert not tree.is_cut
+    answered(tree, (ASK,), drawn(5, finish=FinishReason.LENGTH), said("x"))
+    assert tree.is_cut
+    answered(tree, (ASK, said("x")), drawn(6, END), said("y"))
+    assert not tree.is_cut
+
+
+def test_an_answer_that_the_client_begins_with_a_cut_one_goes_on_there_and_counts_its_tokens() -> None:
+    tree = TokenTree()
+    first = answered(tree, (ASK,), drawn(5, 6, finish=FinishReason.LENGTH), said("x"))
+    on = tree.attach(Conversation((ASK,), begun="x"))
+    assert (on.parent, on.continues, tree.begun_tokens(on)) == (first.id, True, 2)
+    second = tree.commit(tree.open(on, (), "on"), drawn(7, finish=FinishReason.LENGTH), said("y"))
+    further = tree.attach(Conversation((ASK,), begun="xy"))
+    assert (further.parent, further.continues, tree.begun_tokens(further)) == (second.id, True, 3)
+    other = tree.attach(Conversation((ASK,), begun="z"))
+    assert (other.continues, tree.begun_tokens(other)) == (False, 0)

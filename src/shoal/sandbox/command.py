@@ -51,7 +51,7 @@ def launch_spec(
     """Launch specification of a program."""
     first, *rest = program.command
     readable = visible(*program.packages)
-    keeps_user = backend is Backend.LANDLOCK or not all(_open_to_others(path) for path in (*readable, own_package()))
+    keeps_user = backend is Backend.LANDLOCK or not all(map(_open_to_others, [*readable, str(own_package())]))
     packages = {"PYTHONPATH": os.pathsep.join(map(str, program.packages))} if program.packages else {}
     return LaunchSpec(
         backend=backend.value,
@@ -124,7 +124,7 @@ def visible(*more: Path) -> list[str]:
     return outermost([*runtime(), *(str(path.resolve()) for path in more)])
 
 
-def _open_to_others(path: Path | str) -> bool:
+def _open_to_others(path: str) -> bool:
     """Whether any user may read a path; what root installed under umask 077 only root may."""
     mode = os.stat(path).st_mode
     return mode & 0o5 == 0o5 if stat.S_ISDIR(mode) else bool(mode & 0o4)
