@@ -17,6 +17,7 @@ from payloads import PAYLOADS
 from shoal.experience.audit import audit
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.reading import MOST_CHARACTERS, glance, shortened, shown
+from shoal.observe.view.server import SCALES
 from shoal.observe.view.tokens import Token, shades
 from until import until
 from view_run import GROUPS, SIZE, MadeRun
@@ -150,6 +151,26 @@ def test_the_keyboard_alone_leads_to_a_group_with_truth_parts_and_evidence_and_t
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("path", ["/group?seq=1#answer-3", "/question?id=held-out-0"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_the_question_stays_in_sight_beside_each_answer(tmp_path: Path, width: int, path: str) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "run")
+        for _ in range(6):
+            await run.step(["long\n\n" * 60])
+        async with seen(run.run_dir, width=width) as (page, url):
+            await found(page, url, path, "document.querySelector('article') !== null")
+            last = "[...document.querySelectorAll('article')].at(-1)"
+            if "question" in path:
+                await page.value(f"{last}.scrollIntoView()")
+            asked = "document.querySelector('.asked').getBoundingClientRect()"
+            places = f"[{asked}.top >= 0, scrollY > 0, {asked}.bottom <= {last}.getBoundingClientRect().top]"
+            assert await page.until(f"{places}.every(one => one) && {places}") == [True] * 3
+        await run.close()
+
+    asyncio.run(check())
+
+
 def test_a_token_shows_its_numbers_when_it_is_pointed_at(tmp_path: Path, tiny_model_dir: Path) -> None:
     async def check() -> None:
         run_dir = await made(tmp_path / "run", 2, model=tiny_model_dir)
@@ -170,6 +191,17 @@ def test_a_token_shows_its_numbers_when_it_is_pointed_at(tmp_path: Path, tiny_mo
                 assert "gradient +0 (left alone)" in clipped
                 shades_used = "new Set([...document.querySelectorAll('.tokens span')].map(one => one.className)).size"
                 assert await page.value(shades_used) > 1
+            top = await page.value("document.querySelector('main > .bar').innerText")
+            assert [part in top for part in ("reward 1.000", "step 1", "truth of g0-")] == [True] * 3
+            before = await page.value("[...document.querySelectorAll('.tokens span')].map(one => one.className)")
+            await page.value("by.value = 'logprob', by.dispatchEvent(new Event('change'))")
+            after = await page.value("[...document.querySelectorAll('.tokens span')].map(one => one.className)")
+            assert after != before  # no button, no new page
+            assert await page.value("location.search.includes('by=logprob') && scale.textContent") == SCALES["logprob"]
+            assert await page.value("document.querySelector('[rel=prev]')") is None
+            await page.goto(await page.value("document.querySelector('[rel=next]').href"))
+            assert await page.value("document.querySelector('h1').innerText") == f"Tokens of answer 2 of {SIZE}"
+            assert await page.value("[by.value, document.querySelector('[rel=prev]') != null]") == ["logprob", True]
             # Without the trainer's numbers the log's are left, and advantages where a group's own rewards give them:
             # of four rewards 1, 0, 0, 0 the first lies 0.75 above the mean, and their standard deviation is 0.5.
             shutil.rmtree(run_dir / "tokens")

@@ -64,7 +64,7 @@ HEADERS = {
 CHARTS: Mapping[str, Sequence[Chart]] = {"overview": OVERVIEW, "waits": WAITS, "swarm": SWARM}
 MOST_TOKENS = 4000
 """Tokens on one page."""
-SCALES = {
+SCALES: Mapping[By, str] = {
     "logprob": "unlikely to certain",
     "version": "oldest to newest",
     "ratio": "less likely to more likely than when sampled",
@@ -231,17 +231,21 @@ class ViewServer:
         if extras.text is not None:  # else the tokenizer may come later
             self._extras[run.name] = extras
         numbers = trained_tokens(run.run_dir, group, place.position)
+        task = asked(group)
         tokens = tokens_of(group, place.position, extras, run.records().config, numbers)
-        colors = shades(tokens, place.by)
+        colors = ["".join(each) for each in zip(*(shades(tokens, by) for by in SCALES), strict=True)]
         part = slice(max(0, place.first), max(0, place.first) + MOST_TOKENS)
         return self._page(
             http,
             "tokens.html",
             run=run.name,
             group=group,
-            position=place.position,
+            answer=shown(place.position, group.bodies[place.position], ()),
+            truth=shortened(task.answer or "") if task else "",
+            others={"prev": place.position - 1, "next": place.position + 1},
             first=part.start,
             by=place.by,
+            at=list(SCALES).index(place.by),
             tokens=list(zip(tokens, colors, strict=True))[part],
             total=len(tokens),
             scales=SCALES,

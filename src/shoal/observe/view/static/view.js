@@ -129,6 +129,24 @@ if (holder) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   follow();
 }
+const by = document.getElementById("by");
+if (by) by.addEventListener("change", () => {
+  for (const token of document.querySelectorAll(".tokens span")) token.classList.replace(token.classList[0], `t${token.dataset.shades[by.selectedIndex]}`);
+  document.getElementById("scale").textContent = by.selectedOptions[0].dataset.scale;
+  for (const link of document.querySelectorAll("a[data-by]")) {
+    const to = new URL(link.href);
+    to.searchParams.set("by", by.value);
+    link.href = to;
+  }
+  const here = new URL(location.href);
+  here.searchParams.set("by", by.value);
+  history.replaceState(null, "", here);
+});
+const asked = document.querySelector(".asked");
+if (asked) { // jumps to an answer stop below the question, which stays in sight
+  document.documentElement.style.scrollPaddingTop = `${asked.offsetHeight + 8}px`;
+  document.querySelector(":target")?.scrollIntoView();
+}
 const says = document.getElementById("token");
 if (says) {
   const show = ({ target }) => {
