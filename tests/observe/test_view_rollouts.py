@@ -5,6 +5,7 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -14,11 +15,14 @@ from test_view import made, seen, viewing
 
 from browser import Page
 from payloads import PAYLOADS
+from shoal import wire
 from shoal.experience.audit import audit
-from shoal.observe.view.index import Filter, RolloutIndex
-from shoal.observe.view.reading import MOST_CHARACTERS, glance, shortened, shown
+from shoal.experience.log import BODY_BYTES
+from shoal.observe.view.index import Filter, RolloutIndex, Row
+from shoal.observe.view.reading import MOST_CHARACTERS, glances, shortened, shown
 from shoal.observe.view.server import SCALES
 from shoal.observe.view.tokens import Token, shades
+from shoal.types import Message, Role, Rollout
 from until import until
 from view_run import GROUPS, SIZE, MadeRun
 
@@ -61,7 +65,7 @@ def test_the_filters_find_what_they_name(index: RolloutIndex) -> None:
     assert index.search(Filter(sort="worst", step=5)).rows[0].reward == 0.0
     text = index.search(Filter(text="thinking of g2-1/3"))
     assert [(row.step, row.position) for row in text.rows] == [(3, 3)]
-    assert glance(text.rows[0])[0] == "question g2-1/3"
+    assert [(one.question, one.truth) for one in glances(text.rows)] == [("question g2-1/3", "truth of g2-1")]
     assert index.search(Filter(text="'; DROP TABLE rollouts; --%_")).rows == []
 
 
@@ -264,7 +268,8 @@ def test_an_answer_that_cannot_be_read_is_shown_as_such_beside_the_others(tmp_pa
             answers = [shown(position, body, ()) for position, body in enumerate(index.group(1).bodies)]
         finally:
             index.close()
-        assert (row.seq, row.position, glance(row)) == (1, 0, ("", answers[0].broken))
+        (line,) = glances([row])
+        assert (row.seq, row.position, line.question, line.answer) == (1, 0, "", answers[0].broken)
         assert [answer.rollout is None for answer in answers] == [True, *[False] * (SIZE - 1)]
         async with viewing(run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(30):
             text = ""
@@ -295,6 +300,37 @@ def test_a_list_whose_step_was_not_read_yet_asks_again_by_itself_and_one_that_ha
                 while await asks("/rollouts?reward_from=5"):  # the log is read in the background
                     pass
             assert [await asks(f"/rollouts?step={step}") for step in (2, 3, 4)] == [False, True, False]
+
+    asyncio.run(check())
+
+
+def test_a_list_shows_equal_answers_once_and_of_questions_what_differs(index: RolloutIndex) -> None:
+    (right,) = index.search(Filter(text="question g0-0/0")).rows
+    long = "An instruction that every question of the task begins with. "
+
+    def asking(question: str) -> Row:
+        one = wire.decode(right.body, Rollout, BODY_BYTES)
+        messages = (Message(Role.USER, question), *one.messages[1:])
+        return replace(right, body=wire.encode(replace(one, messages=messages)))
+
+    rows = [asking(long + "What is 1 + 1?"), asking(long + "What is 2 + 2?"), asking(long + "What is 1 + 1?")]
+    lines = [(one.question, one.answer, one.truth, one.count) for one in glances(rows)]
+    assert lines == [("...1 + 1?", "right", "truth of g0-0", 2), ("...2 + 2?", "right", "truth of g0-0", 1)]
+    others = [replace(rows[0], reward=0.5), replace(rows[0], step=9), replace(rows[0], task="other")]
+    assert [one.count for one in glances([rows[0], *others])] == [1] * 4  # what differs in a column is no repeat
+
+
+def test_worst_answers_have_their_truth_and_their_count_beside_them(tmp_path: Path) -> None:
+    async def check() -> None:
+        run = MadeRun(tmp_path / "run")
+        await run.step()
+        async with seen(run.run_dir) as (page, url):
+            await found(page, url, "/rollouts?step=1&sort=worst", "document.querySelector('td a') !== null")
+            heads = await page.value("[...document.querySelectorAll('thead th')].map(one => one.innerText)")
+            assert heads[:4] == ["Reward", "Question", "Answer", "Truth"]
+            truths = await page.value("[...document.querySelectorAll('td.truth')].map(one => one.innerText)")
+            assert set(truths) == {f"truth of g0-{at}" for at in range(GROUPS)}
+        await run.close()
 
     asyncio.run(check())
 

@@ -47,8 +47,9 @@ LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) LEFT JOIN e
 _BODIES = "SELECT position, body FROM rollouts WHERE finished_seq = ?"
 _BODY = """COALESCE((SELECT body FROM log.rollouts WHERE finished_seq = seq AND log.rollouts.position = found.position),
 moved_value(seq, found.position), x'')"""
+_TASK = "COALESCE((SELECT task FROM log.groups WHERE finished_seq = seq), moved_value(seq, NULL), x'')"
 _ROW = f"""SELECT seq, position, task, status, COALESCE(NULLIF(reason, ''), (SELECT dropped FROM groups WHERE
-groups.seq = found.seq), ''), reward, tokens, found.version, step, {_BODY}
+groups.seq = found.seq), ''), reward, tokens, found.version, step, {_BODY}, {_TASK}
 FROM rollouts AS found WHERE seq = ? AND found.position = ?"""
 _ORDERS = {
     "newest": "seq DESC, position DESC",
@@ -107,6 +108,8 @@ class Row:
     version: int | None
     step: int | None
     body: bytes
+    asked: bytes
+    """Task of its group, encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +176,7 @@ class RolloutIndex:
         """One group. Raises `RunDirError` when it is not there."""
         with self._reading() as connection:
             row = connection.execute(
-                "SELECT seq, id, COALESCE((SELECT task FROM log.groups WHERE finished_seq = seq), "
-                "moved_value(seq, NULL), x''), "
-                "admitted, peer, dropped, step - 1, version, NULL, NULL, NULL FROM groups "
+                f"SELECT seq, id, {_TASK}, admitted, peer, dropped, step - 1, version, NULL, NULL, NULL FROM groups "
                 "WHERE seq = ?",
                 (seq,),
             ).fetchone()

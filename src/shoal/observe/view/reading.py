@@ -1,6 +1,7 @@
 """Rollouts as people read them: conversations with thoughts apart, rewards with their parts, a glance of each."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shoal import wire
@@ -12,6 +13,8 @@ from shoal.observe.view.index import Row
 from shoal.types import Message, Role, Task, ToolCall
 
 GLANCE_CHARACTERS = 160
+LEAST_SHARED = 24
+"""Characters from which on a beginning that questions share is left out."""
 MOST_CHARACTERS = 20_000
 """Length from which on the middle of a text is left out."""
 
@@ -36,6 +39,17 @@ class Shown:
     said: Sequence[Said] = ()
     versions: Sequence[int] = ()
     broken: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """One line of a list: a row, its texts cut to a line, and how many rows are equal to it."""
+
+    row: Row
+    question: str
+    answer: str
+    truth: str
+    count: int
 
 
 def asked(group: RawGroup) -> Task | None:
@@ -65,16 +79,52 @@ def said(message: Message) -> Said:
     return Said(message.role.value, shortened(thought), shortened(text), message.tool_calls, message.tool_call_id)
 
 
-def glance(row: Row) -> tuple[str, str]:
-    """The last question and the answer of a row, a line of each."""
+def glances(rows: Sequence[Row]) -> list[Glance]:
+    """Rows as lines of a list: equal answers in one line, and questions without the beginning that a task's share."""
+    alike = defaultdict[tuple[object, ...], list[tuple[Row, tuple[str, str, str]]]](list)
+    asked = defaultdict[str, set[str]](set)
+    for row in rows:
+        texts = _texts(row)
+        asked[row.task].add(texts[0])
+        alike[row.task, row.step, row.status, row.reward, row.reason, texts].append((row, texts))
+    shared = {task: shared_beginning(questions) for task, questions in asked.items()}
+    found = []
+    for same in alike.values():
+        row, (question, answer, truth) = same[0]
+        cut = shared[row.task]
+        line = f"...{_line(question[cut:])}" if cut else _line(question)
+        found.append(Glance(row, line, _line(answer), _line(truth), len(same)))
+    return found
+
+
+def shared_beginning(texts: Collection[str]) -> int:
+    """Number of characters, up to a space, that several texts begin with; 0 where these are few.
+
+    >>> shared_beginning(["Say this word backwards: pan", "Say this word backwards: pot"])
+    25
+    >>> shared_beginning(["reverse pan", "reverse pot"]), shared_beginning(["Say this word backwards: pan"])
+    (0, 0)
+    """
+    first, last = min(texts), max(texts)
+    differs = next((at for at, pair in enumerate(zip(first, last, strict=False)) if len({*pair}) > 1), 0)
+    cut = max(first.rfind(space, 0, differs) for space in " \n") + 1
+    return cut if cut >= LEAST_SHARED else 0
+
+
+def _texts(row: Row) -> tuple[str, str, str]:
+    """The last question, the answer and the truth of a row."""
     try:
         messages = decode_rollout(row.body).messages
     except WireError as error:
-        return "", str(error)
+        return "", str(error), ""
+    try:
+        truth = wire.decode(row.asked, Task, BODY_BYTES).answer or ""
+    except WireError:
+        truth = ""
     users = [one.content for one in messages if one.role is Role.USER]
     answers = [said(one) for one in [one for one in messages if one.role is Role.ASSISTANT][-1:]]
     texts = [one.text or " ".join(f"{call.name}({call.arguments})" for call in one.calls) for one in answers]
-    return _line("".join(users[-1:])), _line("".join(texts))
+    return "".join(users[-1:]), "".join(texts), truth
 
 
 def shortened(text: str) -> str:

@@ -46,7 +46,7 @@ from shoal.observe.view.cost import Prices, costs
 from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.prose import markdown_of_a_page, prose, visible
-from shoal.observe.view.reading import asked, glance, said, shortened, shown
+from shoal.observe.view.reading import asked, glances, said, shortened, shown
 from shoal.observe.view.standing import figures, last_step, lead
 from shoal.observe.view.swarm import influence, swarm_status
 from shoal.observe.view.timeline import timeline
@@ -196,7 +196,7 @@ class ViewServer:
             run=run.name,
             wanted=msgspec.to_builtins(wanted),
             found=found,
-            rows=[(row, *glance(row)) for row in found.rows],
+            rows=glances(found.rows),
             index=index,
             comes=not found.rows and not index.problem and written and index.lacks(wanted.step),
             last_step=newest,
