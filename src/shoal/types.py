@@ -226,6 +226,8 @@ class RewardStatus(StrEnum):
 
 EXHAUSTED = "exhausted"
 """Names the part of a reward whose checker used up its processor time."""
+UNREAD = "the scorer could not read it: "
+"""Begins the evidence of an answer that has not the form that its scorer reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +249,11 @@ class Reward:
     def exhausted(self) -> bool:
         """True if a checker used up its processor time on the answer, which is then worth 0 there."""
         return any(name.rpartition("/")[2] == EXHAUSTED for name, _ in self.parts)
+
+    @property
+    def unread(self) -> str:
+        """Why a scorer could not read the answer, as far as its evidence says so; empty otherwise."""
+        return self.evidence.partition(UNREAD)[2]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,17 @@ from shoal.cli import runs as run_commands
 from shoal.cli import services
 from shoal.cli import swarm as swarm_commands
 from shoal.cli.misuse import Misuse, misuse
-from shoal.cli.output import JsonFlag, fail, from_checkout, show, show_answers, show_what_next, warn
+from shoal.cli.output import (
+    JsonFlag,
+    fail,
+    from_checkout,
+    printable,
+    show,
+    show_answers,
+    show_what_next,
+    stoppable,
+    warn,
+)
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.cli.page import ViewFlag, page_beside
 from shoal.cli.runs import RunArgument, existing_run, run_at, run_names
@@ -291,12 +300,36 @@ def status(run: RunArgument, json_: JsonFlag = False) -> None:
     print(json.dumps(values) if json_ else "\n".join(status_lines(values)))
 
 
-@app.command(rich_help_panel=MACHINE)
-def doctor(json_: JsonFlag = False) -> None:
-    """List this machine's parts, and what each part of Shoal misses."""
-    from shoal.run.doctor import diagnosis
+@app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)
+def doctor(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="A run to be; it trains nothing.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="How long the run's model answers.")] = 60,
+    json_: JsonFlag = False,
+) -> None:
+    """Tell whether a run will learn and what to set; without one, list this machine and what each part misses.
 
-    show(diagnosis(), json_)
+    Exit code 1 when no task of the run teaches the model.
+    """
+    if config is None:
+        from shoal.run.doctor import diagnosis
+
+        if context.obj:
+            raise ShoalError(f"doctor: expected a CONFIG.toml before settings, got {context.obj[0]} alone")
+        show(diagnosis(), json_)
+        return
+    from shoal.config import load
+    from shoal.run.prospect import prospect_of
+
+    settings = load(config, context.obj)
+    with stoppable():
+        prospect = prospect_of(settings, seconds, lambda words: print(words, file=sys.stderr, flush=True))
+    if not json_:
+        print(printable(prospect.verdict))
+    show(prospect.values if json_ else prospect.tables, json_)
+    raise typer.Exit(int(not prospect.learns))
 
 
 @app.command(rich_help_panel=MACHINE)
@@ -326,17 +359,6 @@ def bench(
 
 for _commands in (swarm_commands.app, judge_commands.app, *services.groups):
     app.add_typer(_commands, rich_help_panel=MANY)
-
-
-@contextmanager
-def stoppable(run_dir: str) -> Iterator[None]:
-    """Catches Ctrl-C and SIGTERM, and prints how to continue the run. (Elsewhere typer prints "Aborted".)"""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    except KeyboardInterrupt:
-        resolved = Path(run_dir) / "resolved.toml"
-        fail(f"stopped; go on with: shoal train {resolved} --resume" if resolved.exists() else "stopped", 130)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

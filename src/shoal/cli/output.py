@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TextIO
@@ -90,6 +90,18 @@ def fail(sentence: str, code: int) -> NoReturn:
     """Ends the process with a sentence on standard error."""
     print("shoal:", "\n".join(printable(line) for line in sentence.split("\n")), file=sys.stderr)
     raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def stoppable(run_dir: str | None = None) -> Iterator[None]:
+    """Catches Ctrl-C and SIGTERM, and prints how to continue the run. (Elsewhere typer prints "Aborted".)"""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    except KeyboardInterrupt:
+        resolved = None if run_dir is None else Path(run_dir) / "resolved.toml"
+        begun = resolved is not None and resolved.exists()
+        fail(f"stopped; go on with: shoal train {resolved} --resume" if begun else "stopped", 130)
 
 
 def until_stopped(serving: Coroutine[Any, Any, None]) -> None:

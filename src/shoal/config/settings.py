@@ -312,7 +312,7 @@ def _in_training(config: Config) -> Iterator[str]:
         yield "train.teacher: expected none with train.kl.coefficient or train.advantage = 'batch' or 'gae'"
     if train.teacher_url is not None and (rollout.temperature, rollout.top_p, rollout.top_k) != (1.0, 1.0, 0):
         yield "rollout.temperature, top_p, top_k: expected 1, 1 and 0 with a URL as train.teacher, which scores so"
-    groups, over_batch = train.groups_per_step, train.advantage in ("batch", "gae")
+    groups, over_batch = train.groups_per_step, not train.compares_within_groups
     if train.router_replay and (config.engine.urls or config.cluster.listen):
         yield "train.router_replay: expected false with engine.urls or cluster.listen, whose engines tell no experts"
     if config.checkpoint.asynchronous and config.cluster.trainer:

@@ -229,6 +229,11 @@ class TrainConfig(Section):
     )
 
     @property
+    def compares_within_groups(self) -> bool:
+        """Whether rewards are compared within each group, rather than over the step."""
+        return self.advantage not in ("batch", "gae")
+
+    @property
     def teacher_url(self) -> str | None:
         """URL of a teacher that is asked by text; None for another, or none."""
         return self.teacher if self.teacher and self.teacher.startswith(("http://", "https://")) else None

@@ -12,6 +12,7 @@ from itertools import product
 
 from shoal.model.answer import boxed, stated
 from shoal.reward.units import agree, unit_of
+from shoal.types import UNREAD
 
 MOST_CHARACTERS = 10_000
 """Characters of a final answer."""
@@ -71,7 +72,7 @@ def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float,
     if not expected.endswith("!"):  # a factorial
         given = given.rstrip("!.*_ ")
     if not given:
-        return 0.0, "no final answer"
+        return 0.0, f"{UNREAD}no final answer"
     other = rational(expected)
     found = None if other is None else _number_in(given, sentence=in_words(given) or stated(answer) is boxed(answer))
     if other is not None and found is not None:
@@ -87,9 +88,9 @@ def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float,
     if in_words(expected):
         return 0.0, "other words"
     if in_words(given) and not (given := _last_formula(given)):
-        return 0.0, "words where mathematics is expected"
+        return 0.0, f"{UNREAD}words where mathematics is expected"
     if len(given) > max(MOST_SYMBOLIC, 2 * len(expected)):
-        return 0.0, f"longer than {MOST_SYMBOLIC} characters of mathematics"
+        return 0.0, f"{UNREAD}longer than {MOST_SYMBOLIC} characters of mathematics"
     return _verify(given, expected, tolerance)
 
 
@@ -222,7 +223,7 @@ def _verify(given: str, expected: str, tolerance: float) -> tuple[float, str]:
     if not gold:
         raise ValueError(f"expected mathematics as the task's answer, got {expected[:80]!r}")
     if not target:
-        return 0.0, "no mathematics in the final answer"
+        return 0.0, f"{UNREAD}no mathematics in the final answer"
     # Its own alarms are off: they count wall time, and a right answer would be wrong on a busy machine.
     equal = verify(gold, target, timeout_seconds=None, numeric_precision=15 if not tolerance else 6)
     return float(equal), "math-verify"

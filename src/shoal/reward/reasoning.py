@@ -14,7 +14,7 @@ from functools import lru_cache
 from shoal import procedural
 from shoal.errors import TaskError
 from shoal.model.answer import final_line
-from shoal.types import Receipt
+from shoal.types import UNREAD, Receipt
 
 _EVALUATED = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
 _PARSED = frozenset(
@@ -39,21 +39,25 @@ def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[floa
     def score(answer: str) -> tuple[float, str]:
         answer = answer.strip()
         if not answer:
-            return 0.0, "empty answer"
+            return 0.0, f"{UNREAD}empty answer"
         if receipt.dataset in _PARSED and not is_expression(answer):
-            return entry.score(""), "not an arithmetic expression"
+            return entry.score(""), f"{UNREAD}not an arithmetic expression"
         return entry.score(answer), ""
 
     def read(answer: str) -> tuple[float, str]:
         try:
             return score(answer)
         except Exception as error:  # scorers raise whatever an odd text makes them raise
-            return 0.0, f"the scorer could not read it: {type(error).__name__}: {error}"[:500]
+            return 0.0, f"{UNREAD}{type(error).__name__}: {error}"[:500]
 
     def best(answer: str) -> tuple[float, str]:
         """The value of the whole answer, or of its final line if that is worth more."""
         found, line = read(answer), final_line(answer)
-        return found if found[0] >= 1 or line == answer.strip() else max(found, read(line), key=lambda one: one[0])
+        return (
+            found
+            if found[0] >= 1 or line == answer.strip()
+            else max(found, read(line), key=lambda one: (one[0], not one[1]))
+        )
 
     return best
 

@@ -22,7 +22,7 @@ from shoal.reward.messages import Batch, exhausted
 from shoal.reward.reasoning import scorer_of
 from shoal.reward.schema import complaint_of, json_in
 from shoal.sandbox.confinement import confine
-from shoal.types import Reward, RewardStatus
+from shoal.types import UNREAD, Reward, RewardStatus
 
 AGAIN_S = 0.1
 """Seconds until the next signal: some scorers catch every exception."""
@@ -77,7 +77,7 @@ def _judging(spec: Spec, truth: str) -> Judging:
         case checker.Contains():
             return lambda answer: (float(truth.strip() in answer), "")
         case checker.Number():
-            return lambda answer: (number(answer, truth), "")
+            return lambda answer: number(answer, truth)
         case checker.Math():
             return lambda answer: mathematics(answer, truth, spec.tolerance)
         case checker.Regex():
@@ -104,25 +104,26 @@ def _json_schema(spec: checker.JsonSchema, truth: str) -> Judging:
         try:
             value = json_in(answer)
         except ValueError as error:
-            return 0.0, f"no JSON: {error}"
+            return 0.0, f"{UNREAD}no JSON: {error}"
         why = complaint(value) or (differs(value) and "another value than the truth")
         return float(not why), why
 
     return judge
 
 
-def number(answer: str, truth: str) -> float:
+def number(answer: str, truth: str) -> tuple[float, str]:
     """1.0 if the answer's last number equals the truth's, exactly: 0.1 is one tenth and 1/3 is a third.
 
     Raises `ValueError` when the truth holds no number.
 
-    >>> number("3 + 4 makes 1,007.50", "2015/2"), number("0.3333", "1/3")
-    (1.0, 0.0)
+    >>> number("3 + 4 makes 1,007.50", "2015/2"), number("0.3333", "1/3"), number("seven", "7")
+    ((1.0, ''), (0.0, ''), (0.0, 'the scorer could not read it: no number'))
     """
     expected = last_number(truth)
     if expected is None:
         raise ValueError(f"expected a number as the task's answer, got {truth!r}")
-    return float(last_number(answer) == expected)
+    found = last_number(answer)
+    return (0.0, f"{UNREAD}no number") if found is None else (float(found == expected), "")
 
 
 def formatted(answer: str, tags: Sequence[str]) -> tuple[float, str]:
@@ -131,20 +132,20 @@ def formatted(answer: str, tags: Sequence[str]) -> tuple[float, str]:
     >>> formatted("<think>2+2</think>\\n<answer>4</answer>", ["think", "answer"])
     (1.0, '')
     >>> formatted("<answer>4</answer> so there", ["answer"])
-    (0.0, 'text outside of the tags')
+    (0.0, 'the scorer could not read it: text outside of the tags')
     """
     rest = answer
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
         if answer.count(opening) != 1 or answer.count(closing) != 1:
-            return 0.0, f"expected {opening} and {closing} once each"
+            return 0.0, f"{UNREAD}expected {opening} and {closing} once each"
         before, _, rest = rest.partition(opening)
         inside, closed, rest = rest.partition(closing)
         if before.strip() or not closed:
-            return 0.0, "text outside of the tags"
+            return 0.0, f"{UNREAD}text outside of the tags"
         if not inside.strip():
-            return 0.0, f"{opening} is empty"
-    return (0.0, "text outside of the tags") if rest.strip() else (1.0, "")
+            return 0.0, f"{UNREAD}{opening} is empty"
+    return (0.0, f"{UNREAD}text outside of the tags") if rest.strip() else (1.0, "")
 
 
 def length_share(count: int, spec: checker.Length) -> tuple[float, str]:
@@ -190,7 +191,7 @@ def reward_of(judge: Judging, answer: str, cpu_s: float) -> Reward:
     except OutOfTime:
         return exhausted(cpu_s)
     except Exception as error:  # scorers raise whatever an odd answer makes them raise
-        return Reward(0.0, evidence=f"the scorer could not read it: {type(error).__name__}: {error}"[:500])
+        return Reward(0.0, evidence=f"{UNREAD}{type(error).__name__}: {error}"[:500])
     if not math.isfinite(value):
         return Reward(0.0, RewardStatus.FAILED, evidence=f"the scorer answered {value}")
     return Reward(value, evidence=evidence)

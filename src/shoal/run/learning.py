@@ -1,5 +1,6 @@
 """Signs in a run's steps that it learns nothing, or forgets, each with what to set."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import sqrt
@@ -35,11 +36,11 @@ class Learning:
     def stepped(self, groups: Sequence[Group]) -> bool:
         """Counts one trained step; returns True when `warning` is due, once for each row of such steps."""
         self.steps += 1
-        if self._teaches(groups):
+        if teaches(groups, self.returns, self.within_groups):
             self.useless = 0
             return False
         self.useless += 1
-        self.shown = f"{_remedy(groups)}; {_shown(groups)}"
+        self.shown = f"{remedy(groups)}; {_shown(groups)}"
         return self.useless == STEPS
 
     @property
@@ -49,24 +50,48 @@ class Learning:
             return ""
         return f"no group of the last {self.useless} steps had differing rewards, so they taught nothing; {self.shown}"
 
-    def _teaches(self, groups: Sequence[Group]) -> bool:
-        if self.within_groups:
-            return any(is_informative(group, self.returns) for group in groups)
-        returns = [self.returns(rollout) for group in groups for rollout in group.finished]
-        return any(one != returns[0] for one in returns)
+
+def teaches(groups: Sequence[Group], returns: Callable[[Rollout], list[float]], within_groups: bool) -> bool:
+    """Whether any returns differ that are compared: those within a group, or all of them."""
+    if within_groups:
+        return any(is_informative(group, returns) for group in groups)
+    each = [returns(rollout) for group in groups for rollout in group.finished]
+    return any(one != each[0] for one in each)
 
 
-def _remedy(groups: Sequence[Group]) -> str:
-    """Says what to set so that rewards differ, by the rewards and answers of one step."""
+def remedy(groups: Sequence[Group]) -> str:
+    """Says what to set so that rewards differ, by the rewards and answers of groups whose rewards do not."""
     rollouts = [rollout for group in groups for rollout in group.finished]
-    if all(rollout.reward.value >= FULL for rollout in rollouts):
-        return "all answers are right: set tasks.params to harder questions"
-    if fmean(map(was_cut, rollouts)) > MOSTLY:
-        return "most answers are cut at their end: set rollout.max_tokens higher"
+    if not rollouts:
+        reasons = Counter(rollout.reason for group in groups for rollout in group.rollouts)
+        return f"all rollouts failed, mostly for this reason: {reasons.most_common(1)[0][0]}"
+    if (share := fmean(one.reward.value >= FULL for one in rollouts)) > MOSTLY:
+        return f"{share:.0%} of the answers are right: set tasks.params to harder questions"
+    if cut := cut_remedy(rollouts):
+        return cut
+    reasons = Counter(one.reward.unread for one in rollouts if one.reward.unread)
+    if (share := reasons.total() / len(rollouts)) > MOSTLY:
+        return (
+            f"{share:.0%} of the answers have not the form that the scorer reads ({reasons.most_common(1)[0][0]}): "
+            "name the form in tasks.system_prompt, or set another tasks.scorer"
+        )
+    if len(rollouts) > len(groups) and all(distinct_answers(group) == 1 for group in groups):
+        return "the answers of each group are all equal: set rollout.temperature higher, or easier tasks.params"
     return (
         "set tasks.params to easier questions, tasks.system_prompt to the form that the scorer reads, or a scorer "
-        + ("with marks in between")
+        "with marks in between"
     )
+
+
+def cut_remedy(rollouts: Sequence[Rollout]) -> str:
+    """Says what to set where most answers are cut; empty otherwise."""
+    share = fmean(map(was_cut, rollouts))
+    return f"{share:.0%} of the answers are cut at their end: set rollout.max_tokens higher" if share > MOSTLY else ""
+
+
+def distinct_answers(group: Group) -> int:
+    """Number of different last answers of a group's finished rollouts."""
+    return len({_answer(rollout) for rollout in group.finished})
 
 
 def _shown(groups: Sequence[Group]) -> str:
@@ -78,8 +103,12 @@ def _shown(groups: Sequence[Group]) -> str:
 
 def _last_answer(rollout: Rollout) -> str:
     """Quotes a rollout's last answer, cut off at the end."""
-    answer = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
+    answer = _answer(rollout)
     return repr(answer if len(answer) <= SHOWN_CHARACTERS else f"{answer[:SHOWN_CHARACTERS]}...")
+
+
+def _answer(rollout: Rollout) -> str:
+    return next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
 
 
 @dataclass(slots=True)

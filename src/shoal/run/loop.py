@@ -77,7 +77,7 @@ class TrainLoop:
         self._parts = parts
         self._config = parts.config
         self._returns = returns_of(parts.config.train, parts.config.rollout.max_tokens)
-        self.learning = Learning(self._returns, parts.config.train.advantage not in ("batch", "gae"))
+        self.learning = Learning(self._returns, parts.config.train.compares_within_groups)
         self.first_step = first_step
         self.version = version
         self.totals = RunTotals()
@@ -250,7 +250,7 @@ class TrainLoop:
         if parts.swarm is not None:
             values |= parts.swarm.stepped(groups, external)
         parts.trackers.log(step + 1, values)
-        if self.learning.stepped([*groups, *external]):
+        if self._config.train.teacher is None and self.learning.stepped([*groups, *external]):
             self._warn("cannot_learn", step, self.learning.warning)
         self._warn("reward_collapsed", step, self._collapse.stepped(self.totals.rewards[-1]))
 

@@ -1,0 +1,174 @@
+"""Prospect of a run: some groups of its own tasks, answered and scored as in training, and whether they would teach it.
+
+The groups pass the run's model, engine, sampling, agents, scorers and hooks. Nothing is trained, and no run directory
+is written.
+"""
+
+import asyncio
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+
+from shoal.config import Config
+from shoal.errors import ConfigError
+from shoal.interfaces import Environment, Runner
+from shoal.reward.service import FULL
+from shoal.rollout.orchestrator import Source
+from shoal.rollout.reward_hooks import hooks_of, processed
+from shoal.run.assemble import playing, serving
+from shoal.run.blocking import run_blocking
+from shoal.run.learning import cut_remedy, distinct_answers, remedy, teaches, was_cut
+from shoal.run.plan import prepare
+from shoal.run.prepared import Prepared
+from shoal.trainer.advantage import returns_of
+from shoal.types import Group, Rollout, RolloutStatus
+
+GROUPS = 31
+"""Groups of each task at most: five rounds, each twice as large as the one before."""
+WEAK = 0.25
+"""Share of groups with signal below which a run learns slowly, so that settings are named."""
+
+Tell = Callable[[str], None]
+Returns = Callable[[Rollout], list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prospect:
+    """Verdict on a run before it starts, with the figures of each task."""
+
+    verdict: str
+    learns: bool
+    """False if no task has a group with signal."""
+    tables: dict[str, object]
+    """Figures of each task by its name, and under `set` what to set; empty where nothing needs it."""
+
+    @property
+    def values(self) -> dict[str, object]:
+        """All of it as one JSON object."""
+        return {"verdict": self.verdict, "learns": self.learns, "tasks": self.tables}
+
+
+def prospect_of(config: Config, seconds: float, tell: Tell) -> Prospect:
+    """Answers groups of a run's tasks for about `seconds`. Raises a `ShoalError`; `tell` gets the progress."""
+    if config.stages:
+        raise ConfigError(
+            "stages: expected a run whose model exists before it, got stages; ask for one stage by a file of its own"
+        )
+    if config.train.teacher is not None:
+        raise ConfigError("train.teacher: expected a run that learns from rewards, got one that its teacher teaches")
+    tell("checking model, tasks and rewards")
+    with prepare(config, trains=False) as prepared, tempfile.TemporaryDirectory() as folder:
+        groups = run_blocking(_drawn(config, prepared, Path(folder), seconds, tell))
+    returns = returns_of(config.train, config.rollout.max_tokens)
+    return judged(groups, returns, within_groups=config.train.compares_within_groups)
+
+
+async def _drawn(
+    config: Config, prepared: Prepared, folder: Path, seconds: float, tell: Tell
+) -> dict[str, list[Group]]:
+    """The groups that ended, by task: rounds for as long as another one is likely to end in time."""
+    groups: dict[str, list[Group]] = {name: [] for name in prepared.environments}
+    tell("starting the engine")
+    async with (
+        serving(config, prepared, folder) as (engine, single_turn),
+        playing(config, prepared, engine, single_turn) as runner,
+    ):
+        began_s, first, size = time.monotonic(), 0, 1
+        while True:
+            round_began_s = time.monotonic()
+            await _round(config, prepared, runner, range(first, first + size), groups, began_s + seconds)
+            now_s = time.monotonic()
+            tell(f"{sum(map(len, groups.values()))} groups in {now_s - began_s:.0f} s of at most {seconds:g} s")
+            first, size = first + size, 2 * size
+            if first >= GROUPS or now_s + 2 * (now_s - round_began_s) > began_s + seconds:
+                return groups
+
+
+async def _round(
+    config: Config,
+    prepared: Prepared,
+    runner: Runner,
+    indices: Sequence[int],
+    groups: dict[str, list[Group]],
+    until_s: float,
+) -> None:
+    """Adds the groups of these questions of each task that end before `until_s`, a time of the monotonic clock."""
+    hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
+
+    async def one(environment: Environment, index: int) -> None:
+        source = Source(environment, partial(runner.rollouts, n=config.rollout.group_size))
+        task = await source.draw(index)
+        group = Group(f"{source.name}-{index}", task, await source.rollouts(task), 0)
+        groups[source.name].append(processed(group, hooks.get(task.service, [])))
+
+    try:
+        async with asyncio.timeout(until_s - time.monotonic()), asyncio.TaskGroup() as answering:
+            for index in indices:
+                for environment in prepared.environments.values():
+                    answering.create_task(one(environment, index))
+    except TimeoutError:
+        return
+
+
+def judged(groups: Mapping[str, Sequence[Group]], returns: Returns, *, within_groups: bool) -> Prospect:
+    """Judges groups by task, as training compares their returns. Pure."""
+    idle = {
+        name: [group for group in drawn if not teaches([group] if within_groups else drawn, returns, within_groups)]
+        for name, drawn in groups.items()
+    }
+    tables = {name: _table(drawn, idle[name]) for name, drawn in groups.items()}
+    count = sum(map(len, groups.values()))
+    teaching = count - sum(map(len, idle.values()))
+    shares = f"{teaching} of {count} groups have differing rewards"
+    advice = "; ".join(f"{name}: {table['set']}" for name, table in tables.items() if table["set"])
+    if not count:
+        verdict = "nothing is known of this run"
+    elif not teaching:
+        verdict = f"this run learns nothing as it is: {shares}"
+    else:
+        verdict = f"this run can learn{', but not from all' if advice else ''}: {shares}"
+    return Prospect(f"{verdict}; {advice}" if advice else verdict, teaching > 0, {**tables})
+
+
+def _table(groups: Sequence[Group], idle: Sequence[Group]) -> dict[str, object]:
+    """Figures of one task's groups, of which the idle ones have no signal."""
+    if not groups:
+        return {"groups": 0, "set": "no group ended in time: set --seconds higher, or rollout.max_tokens lower"}
+    every = [rollout for group in groups for rollout in group.rollouts]
+    finished = [rollout for group in groups for rollout in group.finished]
+    failures = Counter(rollout.reason for rollout in every if rollout.status is RolloutStatus.FAILED)
+    unread = Counter(rollout.reward.unread for rollout in finished if rollout.reward.unread)
+    shares: dict[str, list[float]] = {
+        "reward": [rollout.reward.value for rollout in finished],
+        "full_marks": [rollout.reward.value >= FULL for rollout in finished],
+        "cut": [was_cut(rollout) for rollout in finished],
+        "unread": [bool(rollout.reward.unread) for rollout in finished],
+        "distinct_answers": [distinct_answers(group) for group in groups],
+        "tokens": [rollout.sampled_tokens for rollout in finished],
+    }
+    return {
+        "groups": len(groups),
+        "signal": 1 - len(idle) / len(groups),
+        **{name: fmean(values) if values else None for name, values in shares.items()},
+        "unread_reason": _commonest(unread),
+        "failed": failures.total() / len(every),
+        "failed_reason": _commonest(failures),
+        "set": _advice(groups, idle),
+    }
+
+
+def _advice(groups: Sequence[Group], idle: Sequence[Group]) -> str:
+    """Says what to set for a task, where it has too few groups with signal or too many cut answers."""
+    if len(groups) - len(idle) < WEAK * len(groups):
+        larger = ", or rollout.group_size higher" if len(idle) < len(groups) else ""
+        return remedy(idle) + larger
+    return cut_remedy([rollout for group in groups for rollout in group.finished])
+
+
+def _commonest(reasons: Counter[str]) -> str:
+    return next((reason for reason, _ in reasons.most_common(1)), "")
