@@ -58,7 +58,7 @@ def test_each_task_is_told_to_teach_to_be_unreadable_or_too_easy(tmp_path: Path)
     easy = WORDS.format(name="easy", scorer='{ name = "length", at_most = 1000 }')
     said, progress = asked(tmp_path, SPELLING + form + easy, code=0)
     teaching, unread, right = (said["tasks"][name] for name in ("spell_backward", "form", "easy"))
-    assert said["verdict"].startswith("this run can learn, but not from all: ")
+    assert said["verdict"].startswith("this run can learn, but hardly from form, easy: ")
     assert (teaching["groups"], teaching["set"]) == (31, "")
     assert 0.25 < teaching["signal"] < 1
     assert 0 < teaching["reward"] == teaching["full_marks"] < 0.5

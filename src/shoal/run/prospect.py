@@ -131,7 +131,8 @@ def judged(groups: Mapping[str, Sequence[Group]], returns: Returns, *, within_gr
     elif not teaching:
         verdict = f"this run learns nothing as it is: {shares}"
     else:
-        verdict = f"this run can learn{', but not from all' if advice else ''}: {shares}"
+        weak = ", ".join(name for name, drawn in groups.items() if _is_weak(drawn, idle[name]))
+        verdict = f"this run can learn{f', but hardly from {weak}' if weak else ''}: {shares}"
     return Prospect(f"{verdict}; {advice}" if advice else verdict, teaching > 0, {**tables})
 
 
@@ -164,10 +165,14 @@ def _table(groups: Sequence[Group], idle: Sequence[Group]) -> dict[str, object]:
 
 def _advice(groups: Sequence[Group], idle: Sequence[Group]) -> str:
     """Says what to set for a task, where it has too few groups with signal or too many cut answers."""
-    if len(groups) - len(idle) < WEAK * len(groups):
+    if _is_weak(groups, idle):
         larger = ", or rollout.group_size higher" if len(idle) < len(groups) else ""
         return remedy(idle) + larger
     return cut_remedy([rollout for group in groups for rollout in group.finished])
+
+
+def _is_weak(groups: Sequence[Group], idle: Sequence[Group]) -> bool:
+    return not groups or len(groups) - len(idle) < WEAK * len(groups)
 
 
 def _commonest(reasons: Counter[str]) -> str:
