@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from browser import browser_path, chromium
 from shoal.model.renderer_loading import load_renderer
 from shoal.run.plan import model_directory
 from until import until
@@ -145,6 +146,43 @@ def test_a_browser_is_told_what_is_served_and_how_to_ask(serving: Serving) -> No
     assert "<h1>demo</h1>" in page
     assert f"curl {home}v1/chat/completions" in page
     assert "default-src 'none'" in answer.headers["Content-Security-Policy"]
+
+
+def test_a_browser_talks_with_the_model_and_copies_addresses(serving: Serving) -> None:
+    def asked() -> list[str]:
+        return [line for line in serving.log.read_text().splitlines() if "/chat/completions" in line]
+
+    async def check() -> None:
+        before = len(asked())
+        home = str(serving.client.base_url).removesuffix("v1/")
+        browser_path()
+        async with chromium() as page:
+            await page.goto(home)
+            await page.tab_to("at.ariaLabel == 'Copy Anthropic base URL'")
+            await page.press("Enter")
+            await page.until("document.activeElement.textContent == 'Copied'")
+            await page.tab_to("at.matches('textarea')")
+            await page.command("Input.dispatchKeyEvent", type="keyDown", key="v", commands=["paste"])
+            assert await page.value("text.value") == home.removesuffix("/")
+            await page.value("text.value = ''")
+            for turn in (1, 2):
+                await page.type(f"Spell the word 'ab{turn}' backward. <b>")
+                await page.press("Enter")
+                await page.until(
+                    f"said.children.length == {2 * turn} && document.querySelector('form button').textContent == 'Send'"
+                )
+            words = await page.value("[...said.children].map(one => one.textContent)")
+            assert words[0] == "you: Spell the word 'ab1' backward. <b>"
+            assert [word.partition(": ")[0] for word in words] == ["you", "model"] * 2
+            assert "[" not in words[1] + words[3]  # no error
+            await until(lambda: len(asked()) == before + 2)  # a line follows its answer
+            first, second = [json.loads(line) for line in asked()[-2:]]
+            assert (first["status"], second["status"]) == (200, 200)
+            assert second["prompt_tokens"] > 2 * first["prompt_tokens"]  # the conversation goes on
+            assert await page.value("document.documentElement.scrollWidth") <= 360
+            assert page.complaints == []
+
+    asyncio.run(check())
 
 
 def test_a_range_error_names_its_field_and_the_log_has_a_line_for_each_request(serving: Serving) -> None:

@@ -10,50 +10,25 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from html import escape
 from typing import TypeAlias
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from shoal.errors import EngineUnavailable, ShoalError
-from shoal.gateway.chat import example
 from shoal.gateway.dialects import Dialect, R
+from shoal.gateway.home_page import home_page
 from shoal.gateway.plain_answers import Answering, Choice, chat_choice, text_choice
 from shoal.gateway.plain_options import plain_options
 from shoal.gateway.plain_streams import CompletionStream, EventStream, StreamForm
 from shoal.gateway.request_log import RequestRecord
 from shoal.gateway.sessions import AnswerRequest, SessionContext
 from shoal.interfaces import ModelServer
-from shoal.net.server import PAGE_HEADERS, disconnected, json
+from shoal.net.server import disconnected, json
 from shoal.types import FinishReason
 
 EVERY = 8
 """Tokens between two looks for a stop string, where no stream wants them sooner."""
-HOME = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{model} - Shoal</title>
-<link rel="stylesheet" href="look.css">
-<link rel="icon" href="data:,">
-</head>
-<body>
-<main>
-<h1>{model}</h1>
-<p>This server answers OpenAI and Anthropic clients. Context: {longest} tokens.</p>
-<div class="scroll" tabindex="0" role="region" aria-label="Addresses"><table><tbody>
-<tr><th scope="row">OpenAI base URL</th><td><code>{url}</code></td></tr>
-<tr><th scope="row">Anthropic base URL</th><td><code>{url}</code> without <code>/v1</code></td></tr>
-<tr><th scope="row">Model</th><td><code>{model}</code></td></tr>
-</tbody></table></div>
-<pre class="scroll" tabindex="0">curl {address} -H 'Content-Type: application/json' -d '{asked}'</pre>
-<p>A server beyond loopback wants the key that <code>shoal serve</code> printed.</p>
-</main>
-</body>
-</html>
-"""
 TEXT_ID = "cmpl-"
 """Beginning of the ids of text completions."""
 
@@ -86,11 +61,8 @@ class PlainServer:
 
     async def home(self, http: Request) -> Response:
         """Page that says what is served, and how to ask."""
-        model, url = escape(self.model), escape(f"{http.base_url}v1")
-        path, body = example(self.model, chats=self.context.renderer.has_template)
-        asked, address = escape(body, quote=False), escape(f"{str(http.base_url).rstrip('/')}{path}")
-        page = HOME.format(model=model, url=url, longest=self.context.max_model_len, asked=asked, address=address)
-        return Response(page, 200, PAGE_HEADERS, "text/html")
+        chats = self.context.renderer.has_template
+        return home_page(http, model=self.model, longest=self.context.max_model_len, chats=chats)
 
     async def answer(
         self,

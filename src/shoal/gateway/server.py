@@ -100,10 +100,11 @@ class Gateway:
         self._plain: PlainServer | None = None
         of_pages: dict[str, tuple[str, Endpoint]] = {}
         if self.model_server is not None:
-            from shoal.gateway import plain_server  # the gateway of a training run has no use for it
+            from shoal.gateway import home_page, plain_server  # the gateway of a training run has no use for them
 
             self._plain = plain = plain_server.PlainServer(self.model_server, context, self.model, self.keep_alive_s)
-            of_pages = {"": ("GET", partial(self._admitted, plain.home)), "/look.css": ("GET", look)}
+            home = ("GET", partial(self._admitted, plain.home))
+            of_pages = {"": home, "/look.css": ("GET", look), "/talk.js": ("GET", home_page.script)}
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
         of_models: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, dialect)) for path, dialect in DIALECTS.items()},
