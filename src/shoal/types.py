@@ -355,6 +355,11 @@ class Group:
         return tuple(rollout for rollout in self.rollouts if rollout.status is not RolloutStatus.FAILED)
 
     @property
+    def usable(self) -> bool:
+        """True if more than half of the rollouts finished, so that the group may be trained."""
+        return 2 * len(self.finished) > len(self.rollouts)
+
+    @property
     def oldest_version(self) -> int:
         """The Version of the group's oldest sampled token; the admitted version without sampled tokens."""
         oldest = [rollout.oldest_version for rollout in self.rollouts]

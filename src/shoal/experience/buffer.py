@@ -136,7 +136,7 @@ class Buffer:
         """
         service = self._end_running(group.id)
         after = self._last_step
-        usable = 2 * len(group.finished) > len(group.rollouts)
+        usable = group.usable
 
         def write(connection: sqlite3.Connection) -> int:
             seq = log.insert_group(connection, group, after)

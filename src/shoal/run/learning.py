@@ -8,7 +8,7 @@ from statistics import fmean, stdev
 
 from shoal.reward.service import FULL
 from shoal.trainer.advantage import is_informative
-from shoal.types import FinishReason, Group, Role, Rollout
+from shoal.types import FinishReason, Group, Role, Rollout, RolloutStatus
 
 STEPS = 20
 """Uninformative steps in a row after which the warning is given; steps whose mean rewards are compared."""
@@ -62,9 +62,11 @@ def teaches(groups: Sequence[Group], returns: Callable[[Rollout], list[float]], 
 def remedy(groups: Sequence[Group]) -> str:
     """Says what to set so that rewards differ, by the rewards and answers of groups whose rewards do not."""
     rollouts = [rollout for group in groups for rollout in group.finished]
-    if not rollouts:
-        reasons = Counter(rollout.reason for group in groups for rollout in group.rollouts)
-        return f"all rollouts failed, mostly for this reason: {reasons.most_common(1)[0][0]}"
+    if not any(group.usable for group in groups):
+        reasons = Counter(
+            one.reason for group in groups for one in group.rollouts if one.status is RolloutStatus.FAILED
+        )
+        return f"too many rollouts fail, mostly for this reason: {reasons.most_common(1)[0][0]}"
     if (share := fmean(one.reward.value >= FULL for one in rollouts)) > MOSTLY:
         return f"{share:.0%} of the answers are right: set tasks.params to harder questions"
     if cut := cut_remedy(rollouts):

@@ -32,6 +32,8 @@ GROUPS = 31
 """Groups of each task at most: five rounds, each twice as large as the one before."""
 WEAK = 0.25
 """Share of groups with signal below which a run learns slowly, so that settings are named."""
+SLIGHT = 0.1
+"""Mean difference of rewards within groups below which partial marks alone say little about the answer."""
 
 Tell = Callable[[str], None]
 Returns = Callable[[Rollout], list[float]]
@@ -117,10 +119,13 @@ async def _round(
 
 def judged(groups: Mapping[str, Sequence[Group]], returns: Returns, *, within_groups: bool) -> Prospect:
     """Judges groups by task, as training compares their returns. Pure."""
-    idle = {
-        name: [group for group in drawn if not teaches([group] if within_groups else drawn, returns, within_groups)]
-        for name, drawn in groups.items()
-    }
+
+    def teaching_of(drawn: Sequence[Group]) -> list[Group]:
+        usable = [group for group in drawn if group.usable]
+        return [one for one in usable if teaches([one] if within_groups else usable, returns, within_groups)]
+
+    taught = {name: teaching_of(drawn) for name, drawn in groups.items()}
+    idle = {name: [group for group in drawn if group not in taught[name]] for name, drawn in groups.items()}
     tables = {name: _table(drawn, idle[name]) for name, drawn in groups.items()}
     count = sum(map(len, groups.values()))
     teaching = count - sum(map(len, idle.values()))
@@ -155,6 +160,7 @@ def _table(groups: Sequence[Group], idle: Sequence[Group]) -> dict[str, object]:
     return {
         "groups": len(groups),
         "signal": 1 - len(idle) / len(groups),
+        "spread": _spread(groups),
         **{name: fmean(values) if values else None for name, values in shares.items()},
         "unread_reason": _commonest(unread),
         "failed": failures.total() / len(every),
@@ -168,7 +174,16 @@ def _advice(groups: Sequence[Group], idle: Sequence[Group]) -> str:
     if _is_weak(groups, idle):
         larger = ", or rollout.group_size higher" if len(idle) < len(groups) else ""
         return remedy(idle) + larger
-    return cut_remedy([rollout for group in groups for rollout in group.finished])
+    rollouts = [rollout for group in groups for rollout in group.finished]
+    if _spread(groups) < SLIGHT and not any(one.reward.value >= FULL for one in rollouts):
+        return f"no answer is right, and rewards differ by {_spread(groups):.2g} in a group: {remedy(groups)}"
+    return cut_remedy(rollouts)
+
+
+def _spread(groups: Sequence[Group]) -> float:
+    """Mean difference between the best and the worst reward of a group."""
+    marks = [[rollout.reward.value for rollout in group.finished] for group in groups if group.finished]
+    return fmean(max(own) - min(own) for own in marks) if marks else 0.0
 
 
 def _is_weak(groups: Sequence[Group], idle: Sequence[Group]) -> bool:
