@@ -3,7 +3,9 @@
 import asyncio
 import io
 import math
+import re
 from base64 import b64decode
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +17,7 @@ from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.report import write_report
-from shoal.observe.report.figure import charts_of
+from shoal.observe.report.figure import INK, charts_of
 from shoal.observe.report.page import summary
 from shoal.observe.runs import moving_average, read_run
 
@@ -35,7 +37,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.addresses += [value for name, value in attrs if name in {"src", "href"}]
+        self.addresses += [value for name, value in attrs if name in {"src", "srcset", "href"}]
 
 
 def write_run(run_dir: Path, steps: int, *, task: str = "chain_sum", max_staleness: int = 2) -> None:
@@ -93,14 +95,17 @@ def test_a_step_that_was_repeated_after_a_crash_counts_once_as_it_was_last(tmp_p
     assert read_run(tmp_path).column("reward") == [0.1, 0.5, 0.3]
 
 
-def test_the_report_is_a_picture_and_a_page_with_the_same_picture(tmp_path: Path) -> None:
+def test_the_report_is_a_picture_and_a_page_that_draws_each_chart_in_both_themes(tmp_path: Path) -> None:
     write_run(tmp_path, 30)
     png, html = write_report(tmp_path)
     page = Page(html)
-    (address,) = page.addresses
-    kind, _, data = address.partition(",")
-    assert kind == "data:image/png;base64"
-    assert b64decode(data) == png.read_bytes()
+    titles = [chart.title for chart in charts_of(read_run(tmp_path))]
+    drawn = [re.findall(r"data:image/svg.xml;base64,([^\"]+)", one) for one in html.read_text().split("</picture>")]
+    for title, (dark, light) in zip(titles, drawn[:-1], strict=True):
+        texts = [b64decode(one).decode() for one in (dark, light)]
+        assert [escape(title, quote=False) in text for text in texts] == [True] * 2
+        assert [INK in text for text in texts] == [False, True]
+    assert page.tags.count("img") == len(titles) > 3
     assert Image.open(io.BytesIO(png.read_bytes())).size[0] == 2080
     assert "demo on chain_sum" in page.text
     assert "max_staleness = 2" in page.text
@@ -128,7 +133,7 @@ def test_the_page_needs_no_network_and_runs_no_script_whatever_a_run_contains(tm
     tracker.close()
     page = Page(write_report(run_dir)[1])
     assert "script" not in page.tags
-    assert page.tags.count("img") == 1
+    assert page.tags.count("img") == len(charts_of(read_run(run_dir)))
     assert all(address.startswith("data:") for address in page.addresses)
     assert NASTY in page.text
     assert "default-src 'none'" in (run_dir / "report.html").read_text()

@@ -91,6 +91,14 @@ def test_a_report_and_the_judges_page_fit_a_phone_with_their_figures_in_sight_an
         async with opened(*routes) as (page, url):
             await page.goto((tmp_path / "run" / "report.html").as_uri())
             assert await page.value("document.documentElement.scrollWidth") <= 390
+            widths = "[...document.images].map(one => one.complete && one.naturalWidth && one.width)"
+            assert all(330 < width < 390 for width in await page.value(widths))  # drawn, and as wide as the phone
+            for theme in ("dark", "light"):
+                await page.command(
+                    "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}]
+                )
+                sources = f"document.querySelector('picture {'source' if theme == 'dark' else 'img'}')"
+                await page.until(f"document.images[0].currentSrc == ({sources}.src || {sources}.srcset)")
             rows = "[...document.querySelector('.figures').querySelectorAll('td + td')]"
             assert await page.value(f"Math.max(...{rows}.map(one => one.getBoundingClientRect().right))") <= 390
             assert await page.value(f"new Set({rows}.map(one => getComputedStyle(one).whiteSpace)).has('nowrap')")

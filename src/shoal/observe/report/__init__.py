@@ -24,13 +24,13 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     The report of a run without a step says so. A running run is not disturbed. Raises `RunDirError` for a directory
     that is no run directory or cannot be written.
     """
-    from shoal.observe.report.figure import figure_png
+    from shoal.observe.report.figure import figure_png, figures_svg
     from shoal.observe.report.page import page_html
 
     run = read_run(run_dir)
     counts = task_counts(run_dir) if (run_dir / FILE).is_file() else {}
     png = figure_png(run)
-    files = {run_dir / "report.png": png, run_dir / "report.html": page_html(run, png, counts).encode()}
+    files = {run_dir / "report.png": png, run_dir / "report.html": page_html(run, figures_svg(run), counts).encode()}
     for path, data in files.items():
         try:
             with replaced(path) as unfinished:

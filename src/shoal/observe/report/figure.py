@@ -14,6 +14,7 @@ from shoal.observe.charts import OVERVIEW, SWARM, Chart, drawn
 from shoal.observe.runs import RunRecords, moving_average
 
 INK, MUTED, GRID = "#1c2733", "#66727f", "#e6eaee"
+IN_THE_DARK = {INK: "#e6ebf0", MUTED: "#9fabb6", GRID: "#35414d", "#b8c1ca": "#56626d", "#2563c9": "#6ea0f5"}
 COLOURS = ("#2563c9", "#d9730d", "#2a8f5b", "#7a4fc0", "#c5373d", "#14909b")
 STYLE = {
     "font.size": 9.5,
@@ -31,6 +32,7 @@ STYLE = {
     "ytick.color": MUTED,
     "legend.frameon": False,
     "lines.linewidth": 1.8,
+    "svg.fonttype": "none",
 }
 WINDOWS_PER_RUN = 12
 MOST_NAMED = 8
@@ -57,6 +59,24 @@ def figure_png(run: RunRecords) -> bytes:
         data = io.BytesIO()
         figure.savefig(data, format="png", dpi=160)
     return data.getvalue()
+
+
+def figures_svg(run: RunRecords) -> list[tuple[str, str, str]]:
+    """Plots each chart apart; returns its title, and its SVG in light and in dark colours."""
+    drawings = []
+    with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
+        for chart in charts_of(run):
+            figure = Figure(figsize=(4.8, 3.2), layout="constrained", facecolor="none")
+            axes = figure.subplots()
+            axes.set_facecolor("none")
+            _plot(axes, chart)
+            data = io.BytesIO()
+            figure.savefig(data, format="svg", metadata={"Date": None})
+            light = dark = data.getvalue().decode()
+            for colour, instead in IN_THE_DARK.items():
+                dark = dark.replace(f": {colour}", f": {instead}")
+            drawings.append((chart.title, light, dark))
+    return drawings
 
 
 def charts_of(run: RunRecords) -> list[Chart]:

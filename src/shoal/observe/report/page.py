@@ -77,8 +77,8 @@ def summary(run: RunRecords) -> dict[str, float]:
     return {name: value for name, value in figures.items() if math.isfinite(value)}
 
 
-def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> str:
-    """Builds the whole page; every text of the run is escaped."""
+def page_html(run: RunRecords, drawings: Sequence[tuple[str, str, str]], counts: Mapping[str, TaskCounts]) -> str:
+    """Builds the whole page of charts (title, light SVG, dark SVG) and tables; every text of the run is escaped."""
     nothing = "This run has not finished a training step yet, so there is nothing to draw."
     lead = f"{subtitle(run)}." if run.steps else nothing
     rows = [(SUMMARY[name][0], SUMMARY[name][3].format(value)) for name, value in summary(run).items()]
@@ -91,9 +91,11 @@ def page_html(run: RunRecords, png: bytes, counts: Mapping[str, TaskCounts]) -> 
         _staleness(run),
         Table("What happened", (), [_event(event) for event in run.events], is_text=True),
     ]
-    picture = base64.b64encode(png).decode()
+    pictures = [
+        (title, *(base64.b64encode(one.encode()).decode() for one in (light, dark))) for title, light, dark in drawings
+    ]
     look = files("shoal.net").joinpath("look.css").read_text()
-    return PAGES.get_template("report.html").render(run=run, lead=lead, picture=picture, tables=tables, look=look)
+    return PAGES.get_template("report.html").render(run=run, lead=lead, pictures=pictures, tables=tables, look=look)
 
 
 def result_html(run: RunRecords, png: bytes) -> str:
