@@ -76,11 +76,11 @@ def enumerated() -> Iterator[tuple[str, Sequence[str], tuple[str, ...]]]:
     for key, names in settings(Config):
         listed = {"swarm.checkers": '--swarm.checkers=["WRONG"]', "stages.0.kind": '--stages=[{kind = "WRONG"}]'}
         yield key, names, (*train, listed.get(key, f"--{key}=WRONG"))
-    for loss, kind in LOSSES.items():
-        for key, names in settings(kind):
+    for loss, loss_kind in LOSSES.items():
+        for key, names in settings(loss_kind):
             if key != "name":
                 yield f"train.loss.{key}", names, (*train, f"--train.loss.name={loss}", f"--train.loss.{key}=WRONG")
-        fields = list(kind.model_fields)
+        fields = list(loss_kind.model_fields)  # type: ignore[attr-defined]
         yield "train.loss.WRONG", fields, (*train, f"--train.loss.name={loss}", "--train.loss.WRONG=1")
     for name, section in {**Config.sections(), "tasks.0": TaskConfig}.items():
         yield f"{name}.WRONG", list(section.model_fields), (*train, f"--{name}.WRONG=1")

@@ -161,8 +161,8 @@ def test_rows_of_any_kind_are_refused_by_field_or_computed_and_no_bug_of_the_tra
     frame = wire.encode(m.ForwardBackward((proto(body, dice),)))
     (answer,) = (m.answer_from(said) for said in _answer(models, frame, Path()))
     assert isinstance(answer, m.CarriedOut), answer
-    (part,) = answer.parts
-    assert isinstance(part, m.CarriedOut) or part.refused
+    (of_model,) = answer.parts
+    assert isinstance(of_model, m.CarriedOut) or of_model.refused
 
 
 def test_a_model_that_is_not_open_can_be_asked_anything(models: TrainedModels, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from shoal.errors import ChildDied, ConfigError, RunDirError
 from shoal.interfaces import Scorer, WholeExchange
 from shoal.net.process import cores
 from shoal.observe.metrics import read_records, stage
+from shoal.rollout.constant_answers import paid_constants
 from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble import orchestrator, playing, serving
@@ -169,6 +170,9 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Re
     parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(in_use))
     devices = prepared.devices
     parts.trackers.log_event("machine", cores=cores(), gpus=len({*devices.engines, *devices.ranks}))
+    if not first_step:
+        for reason in await paid_constants(parts.eval_tasks, parts.single_turn.scorer):
+            parts.trackers.log_event("pays_a_constant", reason=reason)
     parts.trackers.stage(f"answering {len(parts.eval_tasks)} held-out questions, twice")
     await loop.evaluate(first_step)
     with report_waits():
