@@ -80,9 +80,10 @@ def enumerated() -> Iterator[tuple[str, Sequence[str], tuple[str, ...]]]:
         for key, names in settings(loss_kind):
             if key != "name":
                 yield f"train.loss.{key}", names, (*train, f"--train.loss.name={loss}", f"--train.loss.{key}=WRONG")
-        fields = list(loss_kind.model_fields)  # type: ignore[attr-defined]
+        fields = list(loss_kind.model_fields)
         yield "train.loss.WRONG", fields, (*train, f"--train.loss.name={loss}", "--train.loss.WRONG=1")
-    for name, section in {**Config.sections(), "tasks.0": TaskConfig}.items():
+    sections: dict[str, type[Section]] = {**Config.sections(), "tasks.0": TaskConfig}
+    for name, section in sections.items():
         yield f"{name}.WRONG", list(section.model_fields), (*train, f"--{name}.WRONG=1")
     yield "train.loss", list(LOSSES), (*train, "--train.loss=WRONG")
     yield "scorer", checker.NAMES, (*train, "--tasks.0.scorer=WRONG")
