@@ -35,6 +35,8 @@ class EngineInfo:
     """Sequences being decoded now."""
     waiting: int
     """Sequences queued now."""
+    foreign: bool = False
+    """Whether a server of another project samples, which also ends answers by its own rules."""
 
 
 class Engine(Protocol):

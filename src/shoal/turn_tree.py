@@ -6,7 +6,7 @@ A turn holds the tokens after its parent's only, so that a conversation of n tur
 from collections.abc import Sequence
 from itertools import chain
 
-from shoal.types import Turn
+from shoal.types import Completion, Turn
 
 
 def prompt_ids(turns: Sequence[Turn], index: int, after: int | None = None) -> tuple[int, ...]:
@@ -46,3 +46,14 @@ def turns_of_rows(turns: Sequence[Turn]) -> list[list[int]]:
         row.append(index)
         ends[index] = row
     return rows
+
+
+def trained(completion: Completion) -> list[bool]:
+    """Whether each token is trained: all but the forced ones are."""
+    forced = frozenset(completion.forced)
+    return [index not in forced for index in range(len(completion.token_ids))]
+
+
+def trained_rows(turns: Sequence[Turn]) -> list[list[int]]:
+    """Indices of the turns of each row that the trainer gets: rows of forced tokens alone are left out."""
+    return [row for row in turns_of_rows(turns) if any(any(trained(turns[index].completion)) for index in row)]

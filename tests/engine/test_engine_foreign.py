@@ -173,6 +173,25 @@ def test_tokens_of_new_weights_go_out_only_when_the_canary_has_passed(lies: bool
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("why", list(FinishReason))
+@pytest.mark.parametrize("ids", [(5, 2), (2,), (5, 5), (2, 5), ()])
+def test_an_answer_that_ends_in_its_first_stop_token_was_stopped(why: FinishReason, ids: tuple[int, ...]) -> None:
+    class Ending(Scripted):
+        async def sample(self, asked: Asked) -> list[SampledCompletion]:
+            if asked.name.startswith("probe"):
+                return await super().sample(asked)
+            return [SampledCompletion(ids, (RIGHT,) * len(ids), why, None)]
+
+    async def run() -> None:
+        engine = await started(Ending())
+        (answer,) = await engine.generate([1], Sampling(2, stop_token_ids=(2,)))
+        assert answer.token_ids == ids
+        assert answer.finish_reason is (FinishReason.STOP if ids in ((5, 2), (2,)) else why)
+        assert (await engine.info()).foreign
+
+    asyncio.run(run())
+
+
 def test_answers_of_the_old_weights_wait_for_no_canary(weights: Path) -> None:
     async def run() -> None:
         server = Scripted()

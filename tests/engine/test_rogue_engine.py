@@ -21,6 +21,7 @@ from shoal.engine import canary
 from shoal.engine.answers import AnswerRules
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.pool import EnginePool
+from shoal.engine.replica import ReplicaState
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -137,6 +138,96 @@ def test_a_wrong_field_is_a_failure_of_the_engine_by_its_name(field: str, answer
         assert "it rests" in told[0]
         await pool.join("honest", CountingEngine())
         assert (await pool.generate([1, 2], SAMPLING))[0].token_ids == true_answer([1, 2], 4)
+
+    asyncio.run(run())
+
+
+STOPPED = Completion((5, STOP), (-0.5,) * 2, (0,) * 2, FinishReason.STOP)
+
+
+@dataclass
+class Answering(CountingEngine):
+    """Gives the answer that a test sets, from a server of another project or from Shoal's own."""
+
+    answer: Completion = STOPPED
+    foreign: bool = False
+
+    async def generate(self, *arguments: Any, n: int = 1, **named: Any) -> list[Completion]:
+        return [self.answer] * n
+
+    async def info(self) -> EngineInfo:
+        return replace(await super().info(), foreign=self.foreign)
+
+
+@pytest.mark.parametrize("ids", [(5,), (5, 6, 7), (5, 6, 7, 8)])
+@pytest.mark.parametrize("why", [FinishReason.STOP, FinishReason.LENGTH])
+def test_a_foreign_server_may_end_an_answer_by_its_own_rules(ids: tuple[int, ...], why: FinishReason) -> None:
+    async def run() -> None:
+        pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.01)
+        answer = Completion(ids, (-0.5,) * len(ids), (0,) * len(ids), why)
+        own, foreign = Answering(answer=answer), Answering(answer=answer, foreign=True)
+        await pool.join("foreign", foreign)
+        assert await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,))) == [answer]
+        wrong = [(STOP, *ids[1:], 5)[:4], (*ids[1:], VOCABULARY), ()]
+        for tokens in wrong:
+            foreign.answer = Completion(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), why)
+            with pytest.raises(EngineUnavailable, match=r"token_ids|finish_reason"):
+                await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,)))
+            ready_again(pool)
+        await pool.leave("foreign")
+        await pool.join("own", own)
+        if why is FinishReason.STOP or len(ids) < 4:
+            with pytest.raises(EngineUnavailable, match="finish_reason"):
+                await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,)))
+
+    asyncio.run(run())
+
+
+def ready_again(pool: EnginePool) -> None:
+    """Ends the rests of the replicas, as their time would."""
+    for replica in pool.replicas:
+        replica.rests_until_s, replica.state = 0.0, ReplicaState.READY
+
+
+@pytest.mark.parametrize("between", [0, 99, 100])
+def test_only_an_engine_that_is_wrong_often_is_left_out(between: int) -> None:
+    async def run() -> None:
+        engine = Answering(version=1)
+        right = replace(STOPPED, versions=(1, 1))
+        pool = EnginePool(rules=rules(), patience_s=0.01, recovered=1)
+        await pool.join("restarting", engine)
+        (replica,) = pool.replicas
+        for _ in range(4):
+            engine.answer = replace(right, versions=(0, 0))  # of the weights that it had right after a restart
+            with pytest.raises(EngineUnavailable, match="weight_versions"):
+                await pool.generate([1, 2], SAMPLING)
+            if replica.left_out:
+                break
+            ready_again(pool)
+            engine.answer = right
+            for _ in range(between):
+                await pool.generate([1, 2], SAMPLING)
+        assert replica.left_out == (between < 100)
+
+    asyncio.run(run())
+
+
+def test_answers_that_are_wrong_together_count_once() -> None:
+    class Together(Answering):
+        async def generate(self, *arguments: Any, **named: Any) -> list[Completion]:
+            await barrier.wait()
+            return await super().generate(*arguments, **named)
+
+    barrier = asyncio.Barrier(8)
+
+    async def run() -> None:
+        lying = Together(answer=replace(STOPPED, versions=(7, 7)))
+        pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.01)
+        await pool.join("liar", lying)
+        asked = (pool.generate([i], SAMPLING) for i in range(8))
+        given = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(one, EngineUnavailable) for one in given)
+        assert [replica.wrong for replica in pool.replicas] == [1]
 
     asyncio.run(run())
 

@@ -1,16 +1,23 @@
 """Numbers of each trained token: those with which the loss was made, and the gradient that came of them."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
 from test_train_trainer import groups, trainer
 
 from shoal import wire
 from shoal.experience.raw import RawGroup
 from shoal.observe.token_files import TokensFiles, TrainedToken, trained_tokens
+from shoal.trainer.advantage import rows
 from shoal.trainer.messages import TokensFile
 from shoal.types import Completion, FinishReason, Reward, Rollout, RolloutStatus, Sample, Turn
 
@@ -99,6 +106,56 @@ def test_a_failed_rollout_is_passed_over_as_in_training(tmp_path: Path, tiny_mod
     with_failed = raw("g", 0, [failed, *(rollout_of(row) for row in rows)])
     assert trained_tokens(tmp_path, with_failed, 0) is None
     assert trained_tokens(tmp_path, with_failed, 2) == trained_tokens(tmp_path, whole, 1)
+
+
+@given(st.data())
+@settings(max_examples=20, deadline=None)
+def test_forced_tokens_have_no_numbers_and_move_no_others(data: st.DataObject) -> None:
+    """Each written number names its row and its place; rollouts of several rows have any tokens forced."""
+    sizes = data.draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4))
+    rollouts = []
+    for turns in sizes:
+        forced = [tuple(data.draw(st.sets(st.integers(0, size - 1)))) for size in turns]
+        drawn = [
+            Completion((5,) * size, (-1.0,) * size, (0,) * size, FinishReason.STOP, forced=own)
+            for size, own in zip(turns, forced, strict=True)
+        ]
+        parents = [data.draw(st.sampled_from([None, *range(index)])) for index in range(len(turns))]
+        made = (Turn((1,), one, parent=parent) for one, parent in zip(drawn, parents, strict=True))
+        rollouts.append(Rollout("r", (), tuple(made), Reward(0.0)))
+    with TemporaryDirectory() as folder:
+        wish = TokensFiles(Path(folder), 1).wanted(1, ["g"])
+        assert wish is not None
+        trained = [rows(one, [1.0 + turn for turn in range(len(one.turns))]) for one in rollouts]
+        write_advantages(wish, [row for own in trained for row in own])
+        stored = raw("g", 0, rollouts)
+        owners = [position for position, own in enumerate(trained) for _ in own]
+        for position, rollout in enumerate(rollouts):
+            found = trained_tokens(Path(folder), stored, position)
+            expected = [
+                (position, 1.0 + turn) if index not in one.completion.forced else None
+                for turn, one in enumerate(rollout.turns)
+                for index in range(len(one.completion.token_ids))
+            ]
+            assert found is not None
+            assert [token and (owners[round(token.weight)], token.advantage) for token in found] == expected
+
+
+def write_advantages(wish: TokensFile, samples: list[Sample]) -> None:
+    """Writes a step's file, in which the weight of each row is its index."""
+    counts = [sum(row.mask) for row in samples]
+    advantages = [value for row in samples for value, mask in zip(row.advantages, row.mask, strict=True) if mask]
+    zeros = np.zeros(len(advantages), np.float32)
+    streams = {
+        "row_R": np.arange(len(samples), dtype=np.int32),
+        "count_R": np.array(counts, np.int32),
+        "weight_R": np.arange(len(samples), dtype=np.float32),
+        "advantage_N": np.array(advantages, np.float32),
+        "fate_N": zeros.astype(np.uint8),
+        **dict.fromkeys(("logp_N", "entropy_N", "gradient_N"), zeros),
+    }
+    Path(wish.path).parent.mkdir()
+    save_file(streams, wish.path, metadata={"groups": json.dumps([("g", len(samples))])})
 
 
 def test_files_of_all_ranks_are_counted_and_go_with_their_step(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ LOWEST_LOGPROB = -3.4e38
 MOST_TOKENS = 2**31 - 1
 """Vocabulary of a model that does not say how many tokens it has."""
 ROOM_LEFT = 8
-"""Tokens of its context that a server of another project may leave unused where it ends an answer."""
+"""Tokens of its context that an engine may leave unused where it ends an answer."""
 
 
 class WrongAnswer(EngineUnavailable):
@@ -47,6 +47,8 @@ class AskedTokens:
     oldest: int
     """Oldest Version that may sample a token."""
     max_model_len: int
+    foreign: bool = False
+    """`EngineInfo.foreign`: its own end tokens stop answers too, and its memory may be smaller than its context."""
 
 
 def check_completions(answer: Sequence[Completion], asked: AskedTokens, rules: AnswerRules) -> None:
@@ -80,13 +82,13 @@ def _check_end(one: Completion, asked: AskedTokens) -> None:
         raise _wrong("token_ids", f"at most {asked.sampling.max_tokens} tokens", count)
     stopped = [index for index, token in enumerate(one.token_ids) if token in stops]
     match one.finish_reason:
-        case FinishReason.STOP if stopped != [count - 1]:
+        case FinishReason.STOP if stopped != [count - 1] and (stopped or not count or not asked.foreign):
             raise _wrong("finish_reason", "stop only at the first stop token", f"stop after {count} tokens")
         case FinishReason.LENGTH if stopped:
             raise _wrong("finish_reason", "stop at a stop token", f"{count - 1 - stopped[0]} tokens more")
         case FinishReason.LENGTH:
             room = asked.max_model_len - asked.prompt_len - ROOM_LEFT
-            if count < min(asked.sampling.max_tokens, max(room, 1)):
+            if count < (1 if asked.foreign else min(asked.sampling.max_tokens, max(room, 1))):
                 raise _wrong("finish_reason", "length only where the tokens or the context end", f"{count} tokens")
         case FinishReason.ABORT if stopped:
             raise _wrong("finish_reason", "stop at a stop token", "abort")

@@ -19,6 +19,7 @@ that fails the canary answers no request until it passes.
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
@@ -140,7 +141,8 @@ class ForeignEngine:
                 answers = await self._adapter.sample(asked)
         finally:
             self._count(-n)
-        completions = [self._completion(sampled, version, adapted=adapter is not None) for sampled in answers]
+        stops = sampling.stop_token_ids
+        completions = [_stopped(self._completion(one, version, adapted=adapter is not None), stops) for one in answers]
         while self._loading_version is not None and any(self._loading_version in c.versions[-1:] for c in completions):
             await self._load_ended.wait()
         self._assert_whole(failed_before)
@@ -289,6 +291,7 @@ class ForeignEngine:
             interruptions=self._interruptions,
             running=counted.running,
             waiting=counted.waiting,
+            foreign=True,
         )
 
     async def alive(self) -> None:
@@ -322,6 +325,15 @@ def _way(on_update: str, keeps_requests: bool) -> StopMode:
     if not keeps_requests:
         return StopMode.ABORT
     return StopMode.KEEP if on_update == "keep" else StopMode.KEEP_AND_RECOMPUTE
+
+
+def _stopped(sampled: Completion, stops: Sequence[int]) -> Completion:
+    """The completion with the reason `STOP` where it ends in its first stop token.
+
+    SGLang looks at aborts and at the number of tokens first, so such a completion may have their reason.
+    """
+    at = next((index for index, token in enumerate(sampled.token_ids, 1) if token in stops), None)
+    return replace(sampled, finish_reason=FinishReason.STOP) if at == len(sampled.token_ids) else sampled
 
 
 def _directory(path: Path) -> Path:

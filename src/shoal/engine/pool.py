@@ -297,7 +297,7 @@ class EnginePool:
             async with call:
                 replica.calls.add(call)
                 answer = await ask(replica)
-            replica.failures = replica.rests = 0
+            replica.answered()
             return answer
         except TimeoutError:
             raise EngineUnavailable(replica.last_error) from None
@@ -344,9 +344,8 @@ class EnginePool:
         """Marks a replica as away and returns its requests to the pool: it may hang and never answer them."""
         replica.state, replica.last_error = ReplicaState.AWAY, str(error)
         self._last_error = str(error)
-        if isinstance(error, WrongAnswer) and not replica.left_out:
-            replica.wrong += 1
-            replica.rest()
+        if isinstance(error, WrongAnswer) and not replica.resting:  # answers that are wrong together count once
+            replica.answered_wrongly()
             self._last_error = f"{replica.name} gave a wrong answer: {error}"
             self._on_event(f"{self._last_error}; {'it is left out' if replica.left_out else 'it rests'}")
         replica.return_calls()

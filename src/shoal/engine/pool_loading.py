@@ -47,7 +47,7 @@ class Loader:
         """
         info = await within(replica.engine.info(), self.check_timeout_s)  # the engine may have restarted
         check_info(info)
-        version, replica.max_model_len = info.version, info.max_model_len
+        version, replica.max_model_len, replica.foreign = info.version, info.max_model_len, info.foreign
         newest = self.rules.newest if self.target else version
         if version > newest:
             raise EngineUnavailable(

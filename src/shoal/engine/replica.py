@@ -1,8 +1,7 @@
 """Replica: an engine of the pool, its required methods, its known state, and requests to it.
 
 A replica that gives a wrong answer, or fails many requests in a row beside others that answer, rests. After
-`MOST_WRONG` wrong answers it is left out.
-
+`MOST_WRONG` wrong answers it is left out, unless enough good ones came between them.
 """
 
 import asyncio
@@ -18,6 +17,8 @@ from shoal.types import Completion, Sampling
 
 REST_S, LONGEST_REST_S = 5.0, 60.0
 MOST_WRONG = 3
+FORGIVEN_AFTER = 100
+"""Good answers in a row after which one wrong answer is forgotten."""
 FAILURES_IN_A_ROW = 8
 
 T = TypeVar("T")
@@ -56,9 +57,11 @@ class Replica:
     version: int
     state: ReplicaState = ReplicaState.READY
     load: int = 0
+    """Sequences that the pool has running here."""
     max_model_len: int = 0
     """Tokens of its longest sequence, as it reported."""
-    """Sequences that the pool has running here."""
+    foreign: bool = False
+    """`EngineInfo.foreign`, as it reported."""
     last_error: str = ""
     loading: asyncio.Task[None] | None = None
     """Update that loads weights into the engine now; also possible after the engine was lost."""
@@ -67,7 +70,9 @@ class Replica:
     calls: set[asyncio.Timeout] = field(default_factory=set)
     """Timeouts of the requests under way; expiring a timeout returns its request to the pool."""
     wrong: int = 0
-    """Wrong answers so far."""
+    """Wrong answers that are not forgotten."""
+    good: int = 0
+    """Good answers since the last wrong one, or since one was forgotten."""
     failures: int = 0
     """Failed requests since the last answer."""
     rests: int = 0
@@ -83,6 +88,17 @@ class Replica:
     def left_out(self) -> bool:
         """Whether the replica has given so many wrong answers that it is asked no more."""
         return self.wrong >= MOST_WRONG
+
+    def answered(self) -> None:
+        """Notes a good answer."""
+        self.failures, self.rests, self.good = 0, 0, self.good + 1
+        if self.good >= FORGIVEN_AFTER:
+            self.good, self.wrong = 0, max(0, self.wrong - 1)
+
+    def answered_wrongly(self) -> None:
+        """Notes a wrong answer and begins a rest."""
+        self.good, self.wrong = 0, self.wrong + 1
+        self.rest()
 
     def rest(self) -> None:
         """Begins a rest, twice as long as the one before."""
@@ -125,7 +141,7 @@ class PoolRequest:
         context = [*self.prompt_ids, *sampled_ids]
 
         async def ask(replica: Replica) -> list[Completion]:
-            asked = AskedTokens(len(context), sampling, n, replica.version, replica.max_model_len)
+            asked = AskedTokens(len(context), sampling, n, replica.version, replica.max_model_len, replica.foreign)
             answer = await replica.engine.generate(context, sampling, n=n, priority=self.priority)
             check_completions(answer, asked, rules)
             return answer

@@ -5,9 +5,8 @@ others wrote 000020.1.safetensors, and so on.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from shoal.experience.raw import RawGroup, decode_rollout
 from shoal.trainer.messages import CAPPED, CLIPPED, MASKED, TokensFile
-from shoal.turn_tree import turns_of_rows
+from shoal.turn_tree import trained, trained_rows
 from shoal.types import RolloutStatus
 
 FOLDER, SUFFIX = "tokens", ".safetensors"
@@ -83,23 +82,25 @@ class TrainedToken:
 def trained_tokens(run_dir: Path, group: RawGroup, position: int) -> list[TrainedToken | None] | None:
     """Numbers of the sampled tokens of one rollout, turn after turn; None when they are not kept.
 
-    None stands for a token of a row without any advantage, which was not computed. Raises `WireError`.
+    None stands for a forced token, and for one of a row without any advantage, which was not computed.
+
+    Raises `WireError`.
     """
     rollouts = [decode_rollout(body) for body in group.bodies]
     if group.step is None or rollouts[position].status is RolloutStatus.FAILED:
         return None
-    first = sum(len(turns_of_rows(one.turns)) for one in rollouts[:position] if one.status is not RolloutStatus.FAILED)
+    first = sum(len(trained_rows(one.turns)) for one in rollouts[:position] if one.status is not RolloutStatus.FAILED)
     turns = rollouts[position].turns
-    rows = turns_of_rows(turns)
+    rows = trained_rows(turns)
     found = _rows(run_dir, group.step + 1, group.id, range(first, first + len(rows)))
     if found is None:
         return None
-    by_turn: dict[int, list[TrainedToken | None]] = {}
+    by_turn: list[list[TrainedToken | None]] = [[None] * len(turn.completion.token_ids) for turn in turns]
     for indices, numbers in zip(rows, found, strict=True):
-        counts = [len(turns[i].completion.token_ids) for i in indices]
-        of_row: Iterator[TrainedToken | None] = repeat(None) if numbers is None else iter(numbers)
-        by_turn |= {i: list(islice(of_row, count)) for i, count in zip(indices, counts, strict=True)}
-    return [token for i in sorted(by_turn) for token in by_turn[i]]
+        of_row = iter(numbers or ())
+        for i in indices:
+            by_turn[i] = [next(of_row, None) if is_trained else None for is_trained in trained(turns[i].completion)]
+    return [token for tokens in by_turn for token in tokens]
 
 
 def _rows(run_dir: Path, step: int, group_id: str, wanted: range) -> list[list[TrainedToken] | None] | None:

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, cast
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
 from shoal.plugins import own_code
-from shoal.turn_tree import prompt_ids, turns_of_rows
+from shoal.turn_tree import prompt_ids, trained, trained_rows
 from shoal.types import Group, Rollout, Sample
 
 Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
@@ -207,8 +207,7 @@ def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
     Raises ValueError for a turn with an empty prompt, because nothing could predict its first token.
     """
     each = [advantage] * len(rollout.turns) if isinstance(advantage, int | float) else advantage
-    found = [_row(rollout, indices, each) for indices in turns_of_rows(rollout.turns)]
-    return [row for row in found if any(row.mask)]
+    return [_row(rollout, indices, each) for indices in trained_rows(rollout.turns)]
 
 
 def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) -> Sample:
@@ -223,10 +222,9 @@ def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) 
         given, sampled = prompt_ids(rollout.turns, index, before), rollout.turns[index].completion
         if not tokens and not given:
             raise ValueError(f"rollout {rollout.id}: expected a prompt of at least one token, got an empty one")
-        gap, n = len(given), len(sampled.token_ids)
+        gap = len(given)
         tokens += (*given, *sampled.token_ids)
-        forced = frozenset(sampled.forced)
-        kept = [int(i not in forced) for i in range(n)]
+        kept = list(map(int, trained(sampled)))
         mask += [0] * gap + kept
         logprobs += [0.0] * gap + [logp if m else 0.0 for m, logp in zip(kept, sampled.logprobs, strict=True)]
         versions += [-1] * gap + [version if m else -1 for m, version in zip(kept, sampled.versions, strict=True)]
