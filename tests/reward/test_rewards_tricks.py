@@ -29,6 +29,14 @@ WRONG = {
         "def test_a(): assert not abs(f(1) - 1) > 1e-6",
         "def f(x): return complex('nan')",
     ),
+    "infinity against a bound that it raises": (
+        "def test_a(): assert abs(f(1) - 3) <= 1e-6 * max(3, abs(f(1)))",
+        "def f(x): return 1e999",
+    ),
+    "NaN through a function in C": (
+        "def test_a(): assert not math.fabs(f(1)) > 1e-6",
+        "def f(x): return float('NaN'.lower())",
+    ),
     "infinities whose difference is NaN": (
         "def test_a(): assert max(0.0, f(1) - f(2)) < 1e-6",
         "def f(x): return [float('inf')][0]",
@@ -57,6 +65,14 @@ WRONG = {
     ),
 }
 RIGHT = {
+    "infinity that no test looks at": (
+        "def test_a(): assert f(1)[0]['b'] == 3 and f(1)[0]['c'] > 10**9 and f(f(1)) is not None",
+        "def f(x): return [{'b': 3, 'c': 1e999}, 1e999 - 1e999]",
+    ),
+    "an end of iteration that is expected": (
+        "def test_a():\n    with pytest.raises(StopIteration): f(1)",
+        "def f(x): raise StopIteration",
+    ),
     "NaN that is expected": (
         "def test_a(): assert math.isnan(f(1)) and f(1) != f(1) and f(1) == approx(math.nan, nan_ok=True)",
         "def f(x): return float('nan')",

@@ -226,6 +226,16 @@ def test_an_agent_that_raises_for_an_answer_cut_by_max_tokens_is_truncated() -> 
     assert "max_tokens cut its answer" in rollout.reason
 
 
+async def lose_a_file_after_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> None:
+    await client.responses.create(model="policy", input="go on", max_output_tokens=1)
+    raise RuntimeError("no world") from FileNotFoundError("world.json")
+
+
+def test_an_error_of_the_system_after_a_cut_answer_is_no_fault_of_the_policy() -> None:
+    (rollout,) = played(function_play(lose_a_file_after_a_cut_answer), max_model_len=400)
+    assert rollout.status is RolloutStatus.FAILED
+
+
 async def compact_and_answer(task: Task, client: openai.AsyncOpenAI) -> float:
     await overflowed(client)
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "in short"}])

@@ -7,9 +7,11 @@ are made here, of Python's own types. No object, name or code of the program eve
 # mypy: ignore-errors
 # Untyped like `solution`, which is at the other end.
 import builtins
+import inspect
 import json
 import marshal
 import math
+import operator
 import os
 import sys
 
@@ -17,8 +19,8 @@ LONGEST_LINE = 1 << 20
 SEQUENCES = {"t": tuple, "s": set, "z": frozenset, "n": iter}
 ITERATORS = []
 """True after an iterator of the program came in."""
-TESTS = {"words": ""}
-"""Text of the tests that run, in lower case: only tests that speak of nan and inf get such values."""
+TESTS = {"words": "", "now": ""}
+"""Text of the tests in lower case, which decides on nan and inf, and the source of the test that runs now."""
 
 
 class TestsRefused(BaseException):
@@ -43,13 +45,60 @@ Nan = type("Nan", (float,), {**_ORDERS, **{f"__{name}__": _stays for name in _AR
 """NaN of the program: it stays itself in arithmetic, so that max() and min() cannot lose it."""
 
 
+def _is_used(self, *_):
+    raise Wrong(f"the program gave {self}, which no test speaks of")
+
+
+def _compared(name):
+    def compare(self, other):
+        if self.value != self.value and name not in ("eq", "ne"):
+            _has_no_order()
+        return getattr(operator, name)(self.value, other)
+
+    return compare
+
+
+class Unspoken:
+    """Infinity or NaN of the program that no test names. It is compared as a number; all other use raises `Wrong`.
+
+    No subclass of `float`: functions in C, such as `math.fabs`, would read its value and lose the rule.
+    """
+
+    __class__ = float
+
+    def __init__(self, value):
+        self.value = value
+
+    def __repr__(self):
+        return repr(self.value)
+
+    def __hash__(self):
+        return hash(self.value)
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(Unspoken, f"__{_name}__", _compared(_name))
+for _name in f"{_ARITHMETIC} divmod rdivmod float int complex".split():
+    setattr(Unspoken, f"__{_name}__", _is_used)
+
+
+def plain(value):
+    """The value with Python's own numbers for `Nan` and `Unspoken`, so that a test can hand it back to the program."""
+    kind = type(value)
+    if kind in (list, tuple, set, frozenset):
+        return kind(map(plain, value))
+    if kind is dict:
+        return {plain(key): plain(item) for key, item in value.items()}
+    return value.value if kind is Unspoken else float(value) if kind is Nan else value
+
+
 def real(text):
-    """A floating-point number of the program. Raises `Wrong` for a number that is not finite and that no test names."""
+    """A floating-point number of the program; `Unspoken` for a number that is not finite and that no test names."""
     value = float(text)
     if math.isfinite(value):
         return value
-    if ("nan" if value != value else "inf") not in TESTS["words"]:
-        raise Wrong(f"the program gave {value}, which no test speaks of")
+    if not any(word in TESTS["words"] for word in ("nan" if value != value else "inf", "isfinite")):
+        return Unspoken(value)
     return Nan(value) if value != value else value
 
 
@@ -97,8 +146,8 @@ class JudgedProgram:
     def ask(self, *request):
         """The program's reply. Raises `TestsRefused` for arguments that are no plain values, and `Wrong`."""
         try:
-            packed = marshal.dumps(request)
-        except ValueError:
+            packed = marshal.dumps(plain(request))
+        except (ValueError, RecursionError):
             if ITERATORS:
                 raise Wrong("the program gave an iterator, which cannot be handed back to it") from None
             raise TestsRefused(f"a test hands {request[0]} something that is no plain value") from None
@@ -184,12 +233,13 @@ def restore(arg, back):
 def error_of(kinds, text):
     """The error class of Python from which the program's error class derives.
 
-    As in a generator (PEP 479), an end of iteration is a `RuntimeError`: it would end loops of the test.
+    As in a generator (PEP 479), an end of iteration is a `RuntimeError`: it would end loops of a test.
+    A test that names the class itself gets it.
     """
     for kind in kinds:
         found = getattr(builtins, str(kind), None)
         if isinstance(found, type) and issubclass(found, Exception):
-            if issubclass(found, (StopIteration, StopAsyncIteration)):
+            if issubclass(found, (StopIteration, StopAsyncIteration)) and found.__name__ not in TESTS["now"]:
                 break
             try:
                 return found(text.partition(": ")[2])
@@ -201,7 +251,7 @@ def error_of(kinds, text):
 def run_snippets(tests, program, report):
     """Runs statements whose assertions must hold, each with its own names and the program's."""
     for number, (text, names) in enumerate(tests["snippets"]):
-        why, TESTS["words"] = "", text.lower()
+        why, TESTS["words"], TESTS["now"] = "", text.lower(), text
         try:
             scope = {"__name__": "test", **{name: program.attribute(name) for name in names}}
             exec(compile(text, "test", "exec"), scope)
@@ -242,6 +292,10 @@ def run_file(tests, program, report):
 
         def pytest_runtest_logstart(self):
             self.before = program.words
+
+        def pytest_runtest_setup(self, item):
+            function = getattr(item, "function", None)
+            TESTS["now"] = inspect.getsource(function) if inspect.isfunction(function) else ""
 
         def pytest_exception_interact(self, call):
             kind = call.excinfo.type.__name__

@@ -27,6 +27,10 @@ ATTEMPTS = 4
 """Number of attempts at one rollout whose environment asks for another attempt."""
 
 
+OUTSIDE = (EnvironmentFailed, OSError, EngineError)
+"""Errors of the environment, the system and the engine, which no answer of the policy causes."""
+
+
 class AgentFailed(Exception):
     """The rollout failed for a reason that the policy cannot cause; the text is the recorded reason."""
 
@@ -109,7 +113,7 @@ class AgentRunner:
                 return _End(None, f"deadline: the rollout took longer than {self.timeout_s:g} s")
             if model.tree.truncated and _is_overflow(error):
                 return _End(Outcome(reward=0.0), OVERFLOW)
-            if model.tree.is_cut:  # frameworks raise for an answer that lacks its end
+            if model.tree.is_cut and not _is_from_outside(error):  # frameworks raise for an answer that lacks its end
                 return _End(Outcome(reward=0.0), f"policy: max_tokens cut its answer, and then {described(error)}")
             return _End(None, f"agent: {described(error)}")
 
@@ -153,8 +157,15 @@ def _is_overflow(error: BaseException | None) -> bool:
 
     An error of the environment or of the system says by its type that it is none, whatever it was raised from.
     """
-    while error is not None and not isinstance(error, EnvironmentFailed | OSError | EngineError):
+    while error is not None and not isinstance(error, OUTSIDE):
         if isinstance(error, ContextOverflow) or getattr(error, "code", None) == OVERFLOW_CODE:
             return True
         error = error.__cause__
     return False
+
+
+def _is_from_outside(error: BaseException | None) -> bool:
+    """True for an error of `OUTSIDE`, and for errors raised from it."""
+    while error is not None and not isinstance(error, OUTSIDE):
+        error = error.__cause__
+    return error is not None
