@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine_models import plain
-from shoal.config import Config, parse
+from shoal.config import Config, TaskConfig, parse
 from shoal.errors import ConfigError, TaskError
 from shoal.model.renderer_loading import load_renderer
 from shoal.run.stages import run_stages
@@ -106,7 +106,10 @@ def test_preference_pairs_have_the_gradient_of_dpo(tiny_model_dir: Path, tmp_pat
 
 @pytest.mark.parametrize("loss", ["positive_only", "dpo"])
 def test_a_stage_trains_on_no_question_that_a_task_holds_out_and_says_how_many(loss: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path, tmp_path / "run", loss=loss)
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("".join(json.dumps({"prompt": f"{a}+{b}", "answer": str(a + b)}) + "\n" for a, b in ALL))
+    task = TaskConfig(name="sums", service="jsonl", path=str(questions), eval_share=EVAL_SHARE)
+    config = config_of(tmp_path, tmp_path / "run", loss=loss).model_copy(update={"tasks": [task]})
     name = "chosen" if loss == "dpo" else "messages"
 
     def row(a: int, b: int, system: str) -> tuple[dict[str, Json], str]:
@@ -116,6 +119,16 @@ def test_a_stage_trains_on_no_question_that_a_task_holds_out_and_says_how_many(l
     trained = [f"{a}+{b}" for a, b in ALL if split_of(f"{a}+{b}", EVAL_SHARE) is Split.TRAIN]
     assert {where for _, where in kept} == set(trained)
     assert told.startswith(f"{2 * len(ALL) - len(kept)} of {2 * len(ALL)} rows ask held-out questions")
+
+
+def test_conversations_of_a_stage_that_no_file_asks_are_all_trained(tmp_path: Path) -> None:
+    config = config_of(tmp_path, tmp_path / "run", loss="positive_only")
+    rows: list[tuple[dict[str, Json], str]] = [
+        ({"messages": [said("user", first), said("assistant", "x"), said("user", str(n)), said("assistant", "y")]}, "")
+        for first in ("Hi", "Hello", "Help", "Thanks")
+        for n in range(20)
+    ]
+    assert trained_rows(rows, config) == (rows, "")
 
 
 def test_every_turn_of_the_assistant_is_taught_and_nothing_else(tiny_model_dir: Path) -> None:

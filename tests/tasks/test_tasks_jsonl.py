@@ -193,3 +193,12 @@ def test_tasks_of_a_run_share_one_split(tmp_path: Path) -> None:
         halves = {split: {library.draw(split, index).answer for index in range(400)} for split in Split}
     assert not halves[Split.TRAIN] & halves[Split.EVAL]
     assert len(halves[Split.EVAL]) > 25
+
+
+def test_rows_that_differ_in_any_message_are_different_questions(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "Summarise."}]
+    file = tmp_path / "documents.jsonl"
+    prompts = [[{"role": "system", "content": f"Document {n}"}, *asked] for n in range(9)]
+    file.write_text("".join(json.dumps({"prompt": one, "answer": "x"}) + "\n" for one in prompts))
+    service = JsonlService(TaskConfig(name="documents", service="jsonl", path=str(file), scorer="exact"), 0)
+    assert all(service.tasks(split) for split in Split)

@@ -64,13 +64,18 @@ class Evaluation:
 def held_out_tasks(service: Environment, questions: int) -> tuple[list[Task], str]:
     """The first held-out tasks, each question once, and a sentence where they are fewer than asked."""
     drawn = [service.draw(Split.EVAL, index) for index in range(questions)]
-    found = list({(task.service, task.messages, task.answer): task for task in reversed(drawn)}.values())[::-1]
+    found = list({_asked(task): task for task in reversed(drawn)}.values())[::-1]
     if len(found) == questions:
         return found, ""
     return found, (
         f"eval.questions asks for {questions} held-out questions, of which {len(found)} are distinct; each is answered "
         "once. For more, raise tasks.eval_share of files or give more rows; for generators widen tasks.params"
     )
+
+
+def _asked(task: Task) -> tuple[object, ...]:
+    """All that makes a task another one; without a truth, its seed may hold the state of a game."""
+    return task.service, task.messages, task.answer, task.info, task.receipt if task.answer is None else None
 
 
 async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1, *, first: bool = False) -> Evaluation:

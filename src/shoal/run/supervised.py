@@ -114,14 +114,14 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
 
 
 def trained_rows(rows: Sequence[Placed], config: Config) -> tuple[list[Placed], str]:
-    """Rows whose questions no task of the run holds out, and a sentence about the others. Raises `TaskError`."""
+    """Rows whose questions no file of the run holds out, and a sentence about the others. Raises `TaskError`."""
     held, name = held_out(config.tasks), "chosen" if isinstance(config.train.loss, DPOLoss) else "messages"
     kept = [(row, where) for row, where in rows if not held.has(_messages(row, name, where))]
     if len(kept) == len(rows):
         return kept, ""
     return kept, (
-        f"{len(rows) - len(kept)} of {len(rows)} rows ask held-out questions and are not trained on: "
-        f"the tasks hold out {held.share:.0%} of all questions (tasks.eval_share)"
+        f"{len(rows) - len(kept)} of {len(rows)} rows ask held-out questions of the tasks' files "
+        "(tasks.eval_share) and are not trained on"
     )
 
 

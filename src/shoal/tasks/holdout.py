@@ -44,8 +44,8 @@ def normalised(question: str) -> str:
 
 
 def question_of(messages: Iterable[Message]) -> str:
-    """The question of a prompt: its user's messages, without instructions of the system."""
-    return "\n".join(message.content for message in messages if message.role is Role.USER)
+    """The question of a prompt: all its messages, of which those that are not the user's have their roles."""
+    return "\n".join(one.content if one.role is Role.USER else f"{one.role.value}: {one.content}" for one in messages)
 
 
 def _place_of(question: str) -> float:
@@ -85,19 +85,20 @@ def halves_of(questions: Sequence[str], eval_share: float) -> list[Split]:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """The questions that a run may not train on: a share of all, and those that its files hold out."""
+    """The questions of files that a run may not train on; those of generators are not listed."""
 
-    share: float
-    files: Collection[str] = frozenset()
-    """Normalised held-out questions of files, of which a small one may hold out more than the share."""
+    files: Collection[str]
+    """Normalised held-out questions."""
 
     def has(self, messages: Sequence[Message]) -> bool:
-        """True if a conversation asks a held-out question, first or altogether, or one of a file anywhere."""
-        asked = [message.content for message in messages if message.role is Role.USER]
-        whole = (question_of(messages), *asked[:1])
-        return any(split_of(one, self.share) is Split.EVAL for one in whole) or any(
-            normalised(one) in self.files for one in (*whole, *asked)
-        )
+        """True if a user's message is a held-out question, alone or with the messages before it."""
+        for end, message in enumerate(messages, 1):
+            if message.role is Role.USER:
+                before = messages[:end]
+                plain = [one for one in before if one.role is not Role.SYSTEM]
+                if any(normalised(question_of(asked)) in self.files for asked in (before, plain, [message])):
+                    return True
+        return False
 
 
 class Epochs:

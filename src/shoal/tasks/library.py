@@ -56,10 +56,10 @@ def _own_share(config: TaskConfig) -> float:
 
 
 def held_out(tasks: Sequence[TaskConfig]) -> HeldOut:
-    """The questions that no stage of a run may train on. Raises `TaskError`."""
+    """The questions of files that no stage of a run may train on. Raises `TaskError`."""
     share = share_of(tasks)
     files = [_file(config, 0, share) for config in tasks if config.service == "jsonl"]
-    return HeldOut(share, {question for file in files for question in file.epochs.held_out})
+    return HeldOut({question for file in files for question in file.epochs.held_out})
 
 
 def _file(config: TaskConfig, seed: int, share: float) -> JsonlService:
