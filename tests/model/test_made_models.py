@@ -1,5 +1,6 @@
 """Models that are made on this machine: whole or not at all, and told of while they are made."""
 
+import errno
 import io
 import os
 import signal
@@ -66,6 +67,23 @@ def test_a_making_that_refuses_says_why_in_one_sentence_and_leaves_nothing(cache
         make("model", "maker", ["refuse"])
     assert list(cache.iterdir()) == []
     assert REFUSAL == "refusal.txt"
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_model_is_made_where_folders_cannot_be_locked_and_other_makings_stay(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    other = cache / "unfinished-other"
+    other.mkdir(parents=True)
+    calls = iter(range(10))
+
+    def unable(descriptor: int, operation: int) -> None:
+        next(calls)  # ends a making that asks again and again
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("fcntl.flock", unable)
+    make("model", "maker", ["make"])
+    assert {path.name for path in cache.iterdir()} == {other.name, "model"}
 
 
 class Told(io.StringIO):

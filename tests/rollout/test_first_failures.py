@@ -30,7 +30,7 @@ def ends(groups: Sequence[Sequence[str]]) -> str:
     watch = FirstFailures("groups")
     try:
         for one in groups:
-            watch.ended(rollouts(*one))
+            watch.ended(watch.started(), rollouts(*one))
     except TaskError as error:
         return str(error)
     return ""
@@ -64,7 +64,21 @@ class Broken:
 
 def test_the_first_evaluation_ends_with_the_reason_before_all_questions_are_answered() -> None:
     runner, tasks = Broken(), [Task(f"t{i}", "s", ()) for i in range(64)]
-    with pytest.raises(ExceptionGroup) as raised:
+    with pytest.raises(TaskError) as raised:
         asyncio.run(evaluation(tasks, runner, first=True))
-    (error,) = raised.value.exceptions
-    assert "first 16 held-out questions, all for one reason: agent: no such command" in str(error)
+    assert "first 16 held-out questions, all for one reason: agent: no such command" in str(raised.value)
+
+
+def test_quick_failures_of_later_questions_do_not_overtake_a_slow_first_answer() -> None:
+    watch = FirstFailures("groups")
+    slow, *quick = (watch.started() for _ in range(1 + 2 * ROLLOUTS))
+    for place in quick:
+        watch.ended(place, rollouts("no image"))
+    watch.ended(slow, rollouts(""))
+    watch.ended(watch.started(), rollouts("no image"))
+    other = FirstFailures("groups")
+    slow, *quick = (other.started() for _ in range(ROLLOUTS))
+    for place in quick:
+        other.ended(place, rollouts("no image"))
+    with pytest.raises(TaskError, match="16 failures of the first 16 groups"):
+        other.ended(slow, rollouts("no image"))

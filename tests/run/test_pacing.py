@@ -35,6 +35,17 @@ def test_time_alone_makes_checkpoints_cost_a_twentieth_at_most() -> None:
     assert saved_after(60.0, 60.0, every_steps=1000, steps=62) == [2, 22, 42, 62]
 
 
+def test_a_checkpoint_written_beside_training_costs_what_training_waited_for_it() -> None:
+    clock = Clock()
+    due = CheckpointDue(1000, clock)
+    due.saved(5.0)
+    clock.now_s = 600.0  # a step of 60 s, and 540 s until the write ended
+    due.sealed(540.0)
+    assert not due.after(0)
+    clock.now_s = 20 * 545.0
+    assert due.after(1)
+
+
 def cost(evaluation_s: float, trained_s: float) -> list[str]:
     """What is told of three stretches of 20 steps between evaluations."""
     clock = Clock()

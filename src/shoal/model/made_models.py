@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import ModelError
@@ -56,37 +57,40 @@ def make(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]
                 raise ModelError(f"{directory} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-        os.close(lock)
+        if lock is not None:
+            os.close(lock)
     return directory, time.monotonic() - began_s
 
 
-def _unfinished(folder: Path) -> tuple[Path, int]:
+def _unfinished(folder: Path) -> tuple[Path, int | None]:
     """A new folder for a making, and its lock, which lasts as long as this process; removes those without a lock.
 
-    Raises `OSError`.
+    Some file systems, such as NFS, cannot lock a folder: then the lock is None, and none is removed. Raises `OSError`.
     """
     for left in folder.glob(f"{UNFINISHED}*"):
-        if (lock := _locked(left)) is not None:  # a killed making left it
+        with suppress(OSError):  # raised for a making under way, and where nothing tells whether it is
+            lock = _locked(left)
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)
     while True:  # another process may take a folder for one that was left, until it is locked
         made = Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=folder))
-        lock = _locked(made)
-        if lock is not None and made.is_dir():
+        try:
+            lock = _locked(made)
+        except (BlockingIOError, FileNotFoundError):
+            continue
+        except OSError:
+            return made, None
+        if made.is_dir():
             return made, lock
-        if lock is not None:
-            os.close(lock)
+        os.close(lock)
 
 
-def _locked(folder: Path) -> int | None:
-    """Descriptor that locks a folder; None where another process has it, or it is gone."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+def _locked(folder: Path) -> int:
+    """Descriptor that locks a folder. Raises `OSError`, which is a `BlockingIOError` where another process has it."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(descriptor)
-        return None
+        raise
     return descriptor

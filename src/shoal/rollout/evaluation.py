@@ -86,9 +86,10 @@ async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1, *,
     failures = FirstFailures("held-out questions") if first else None
 
     async def rollouts_of(task: Task, n: int, purpose: Purpose) -> tuple[Rollout, ...]:
+        place = failures.started() if failures is not None else 0
         rollouts = await runner.rollouts(task, n, purpose)
         if failures is not None:
-            failures.ended(rollouts)
+            failures.ended(place, rollouts)
         return rollouts
 
     values: dict[str, float] = {}
@@ -97,8 +98,11 @@ async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1, *,
     for name, purpose, n in (("sampled", Purpose.SAMPLED, samples), ("greedy", Purpose.GREEDY, 1)):
         marks: dict[str, list[float]] = defaultdict(list)
         best: list[float] = []
-        async with asyncio.TaskGroup() as group:
-            answering = [group.create_task(rollouts_of(task, n, purpose)) for task in tasks]
+        try:
+            async with asyncio.TaskGroup() as group:
+                answering = [group.create_task(rollouts_of(task, n, purpose)) for task in tasks]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors
         for task, rollouts in zip(tasks, (one.result() for one in answering), strict=True):
             own = [rollout.reward.value for rollout in rollouts if rollout.reward.status is _SCORED]
             marks[task.service] += own

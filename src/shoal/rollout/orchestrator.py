@@ -213,6 +213,7 @@ class Orchestrator:
         return most is not None and self._buffer.counts[name].in_flight >= most
 
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
+        place = self._first.started() if source.health is None else None
         try:
             rollouts = await source.rollouts(task)
         except asyncio.CancelledError:
@@ -221,6 +222,8 @@ class Orchestrator:
                 raise
             # A TaskGroup forgets a task that ends so: the group would run for ever, and hold its place at the gate.
             await self._buffer.fail(group_id, CANCELLED)
+            if place is not None:
+                self._first.ended(place, ())
             self._note_unusable([CANCELLED])
             self._wake.set()
             return
@@ -232,8 +235,8 @@ class Orchestrator:
             self._adjuster.finished(source.name, informative=len(rewards) > 1, tokens=tokens)
         reasons = [rollout.reason for rollout in group.rollouts if rollout.status is RolloutStatus.FAILED]
         self._tell_new(reasons)
-        if source.health is None:
-            self._first.ended(rollouts)
+        if place is not None:
+            self._first.ended(place, rollouts)
         if usable:
             self._unusable.clear()
         else:

@@ -328,8 +328,7 @@ class TrainLoop:
         began_s = time.monotonic()
         with self._waiting("save_s"):
             directory = await asyncio.to_thread(checkpoint.begin, self._parts.run_dir, step)
-            later = self._config.checkpoint.asynchronous
-            self._busy_s += await self._parts.trainer.save(directory, later=later)
+            self._busy_s += await self._parts.trainer.save(directory, later=self._config.checkpoint.asynchronous)
             self._saved = step
         self._checkpoint_due.saved(time.monotonic() - began_s)
 
@@ -337,13 +336,14 @@ class TrainLoop:
         """Seals the saved files, if there are some, after the log, which must know every step of a checkpoint."""
         if self._saved is None:
             return
-        parts, step, self._saved = self._parts, self._saved, None
+        parts, step, self._saved, began_s = self._parts, self._saved, None, time.monotonic()
         with self._waiting("save_s"):
             if self._config.checkpoint.asynchronous:
                 await parts.trainer.finish_save()
             await parts.buffer.sync()
             await asyncio.to_thread(checkpoint.seal, parts.run_dir, step, keep=self._config.checkpoint.keep)
             await self._archive(step, tasks)
+        self._checkpoint_due.sealed(time.monotonic() - began_s)
 
     async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Moves steps that are too old for replay out of the log, `log.keep_steps` or more at a time."""

@@ -28,8 +28,12 @@ class CheckpointDue:
         return (step + 1) % self.every_steps == 0 or waited_s >= max(EARLY_S, TIMES_SAVING * self._took_s)
 
     def saved(self, seconds: float) -> None:
-        """Notes that a checkpoint was written just now, in so many seconds."""
+        """Notes that a checkpoint's files were handed over just now, in so many seconds."""
         self._saved_s, self._took_s = self.clock(), seconds
+
+    def sealed(self, seconds: float) -> None:
+        """Adds the seconds that training then waited until the checkpoint was whole."""
+        self._took_s += seconds
 
 
 @dataclass(slots=True)
