@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import json
 import os
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
@@ -181,3 +182,21 @@ def test_the_starter_with_a_shell_is_scored_by_what_its_commands_left(command: s
     (rollout,) = played(play, f"```sh\n{command}\n```", "done", task=task, scoring=Found(), timeout_s=60)
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, value), rollout.reason
     assert len(rollout.turns) == 2
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+def test_a_folder_of_imports_gives_its_modules_and_not_its_other_files(tmp_path: Path) -> None:
+    (tmp_path / "helper.py").write_text("WORD = 'imported'")
+    (tmp_path / "questions.jsonl").write_text("truth")
+    (tmp_path / "work").mkdir()
+    script = """import json, os, subprocess, sys
+from shoal.rollout.agents import box, clients
+command = [sys.executable, "-c", "import helper; print(helper.WORD); print(open(sys.argv[1]).read())", sys.argv[1]]
+command[2] = "import sys; " + command[2]
+words = json.dumps([box.readable(command[:3], [], dict(os.environ)), box.listed(), sys.argv[2]])
+subprocess.run([*clients.SUPERVISOR, str(os.getpid()), words, *command])"""
+    words = [sys.executable, "-c", script, str(tmp_path / "questions.jsonl"), str(tmp_path / "work")]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "imported\n"
+    assert "PermissionError" in ended.stderr

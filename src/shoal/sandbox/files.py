@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Sequence
 
 from shoal.sandbox import kernel
 
@@ -64,10 +65,11 @@ def landlock_version() -> int:
         return 0
 
 
-def restrict(readable: list[str], folder: str, *, network: bool = False) -> None:
+def restrict(readable: list[str], folder: str, *, listed: Sequence[str] = (), network: bool = False) -> None:
     """Restricts access to readable paths, the devices and, unless it is "", a writable folder.
 
-    TCP stays allowed with `network`. Raises `OSError`. Requires no_new_privs, and binds all descendants as well.
+    The names below `listed` can be listed. TCP stays allowed with `network`. Raises `OSError`.
+    Requires no_new_privs, and binds all descendants as well.
     """
     version = landlock_version()
     if version < OLDEST:
@@ -78,6 +80,8 @@ def restrict(readable: list[str], folder: str, *, network: bool = False) -> None
     ruleset = kernel.syscall("landlock_create_ruleset", _LANDLOCK_CREATE, ctypes.byref(denied), size, 0)
     for path in readable:
         _allow(ruleset, path, _READ if os.path.isdir(path) else _READ & _FOR_FILES)
+    for path in listed:
+        _allow(ruleset, path, _READ_DIR)
     for path in kernel.DEVICES:
         _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
     if folder:

@@ -8,13 +8,15 @@ import os
 import stat
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from shoal.sandbox import files, kernel, seccomp
 from shoal.sandbox.command import installed_packages, outermost, visible
 
 _SYSTEM = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/usr", "/etc", "/opt", "/nix", "/proc", "/sys")
-_FOLDERS_IN = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONPATH", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
+_FOLDERS_IN = ("PATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH", "SSL_CERT_FILE", "SSL_CERT_DIR")
 """Variables of a command's environment whose paths it reads."""
+_SITES = {"site-packages", "dist-packages"}
 
 
 def why_not() -> str:
@@ -33,9 +35,26 @@ def why_not() -> str:
 def readable(command: Sequence[str], reads: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Paths that a boxed command reads: the system's, Python's, the files of its words, and `reads`."""
     named = [path for name in _FOLDERS_IN for path in environment.get(name, "").split(os.pathsep)]
-    paths = [*_SYSTEM, sys.prefix, *reads, *filter(os.path.isabs, (*named, *command))]
+    sources = _sources()
+    packages = [path for folder in sources for path in _importable(folder)]
+    paths = [*_SYSTEM, sys.prefix, *reads, *packages, *filter(os.path.isabs, (*named, *command))]
     found = (os.path.realpath(path) for path in paths if os.path.exists(path))
-    return outermost([*visible(*installed_packages()), *found])
+    return outermost([*visible(*(folder for folder in installed_packages() if folder not in sources)), *found])
+
+
+def listed() -> list[str]:
+    """Folders whose names a boxed command lists, as Python's import does, without reading all of their files."""
+    return [str(folder.resolve()) for folder in _sources()]
+
+
+def _sources() -> list[Path]:
+    """Folders of PYTHONPATH and of editable installs. They may be a project's, with its tasks and runs."""
+    return [folder for folder in installed_packages() if not _SITES & set(folder.parts)]
+
+
+def _importable(folder: Path) -> list[str]:
+    """Modules and packages of a folder; a folder without `__init__.py` is no package here."""
+    return [str(one) for one in folder.iterdir() if one.suffix in (".py", ".so") or (one / "__init__.py").is_file()]
 
 
 def absolute(command: Sequence[str]) -> list[str]:

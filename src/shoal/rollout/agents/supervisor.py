@@ -72,11 +72,11 @@ def _run(command: Sequence[str], box: str, *, in_namespace: bool) -> NoReturn:
         os._exit(CANNOT_BE_STARTED)
 
 
-def _enter(readable: list[str], folder: str) -> None:
+def _enter(readable: list[str], listed: list[str], folder: str) -> None:
     """Puts this process and its descendants into the box of `box.readable`. Raises `OSError`."""
     os.chdir(folder)
     kernel.drop_capabilities()
-    files.restrict(readable, folder, network=True)
+    files.restrict(readable, folder, listed=listed, network=True)
     kernel.install_filter(seccomp.agent_filter(kernel.MACHINE))
 
 
