@@ -27,7 +27,7 @@ rollout.orchestrator:Orchestrator._start_one
       model.chat_template:ChatRenderer.prompt_ids
       rollout.single_turn:SingleTurn.completions
         engine.pool:EnginePool.generate
-          engine.pool:_generation
+          engine.replica:PoolRequest.generation
             engine.http_client:HttpEngine.generate
               engine.routes:EngineServer._generate @ /inference/v1/generate
                           engine.routes:EngineServer._answered
@@ -143,15 +143,18 @@ gateway.server:Gateway._generate
     gateway.sessions:Session._open
       gateway.token_tree:TokenTree.attach
       gateway.sessions:Session._bridge
-        model.chat_template:ChatRenderer.bridge_ids
+        gateway.sessions:Session._joint
+          model.chat_template:ChatRenderer.bridge_ids
       gateway.token_tree:TokenTree.open
     gateway.sessions:Session._begin
       gateway.sessions:Session._generate
-        engine.pool:EnginePool.generate
+        gateway.sessions:Session._sampled
+          engine.pool:EnginePool.generate
         model.chat_template:ChatRenderer.answer
         gateway.token_tree:TokenTree.commit
   gateway.chat:chat_body @ Reply
-  gateway.token_tree:TokenTree.deliver
+  gateway.server:_deliver
+    gateway.token_tree:TokenTree.deliver
 """
 
 WEIGHTS = """
@@ -167,11 +170,12 @@ run.loop:TrainLoop._write_version
 run.loop:TrainLoop.load_versions
   engine.pool:EnginePool.update_weights
     engine.pool:EnginePool._load
-      engine.replica:load_target
-        engine.http_client:HttpEngine.update_weights
-          engine.routes:EngineServer._update_weights @ /update_weights
-            engine.weight_loading:WeightSlots.staged
-            engine.step_engine:StepEngine.update
+      engine.pool_loading:Loader.loaded
+        engine.pool_loading:_load
+          engine.http_client:HttpEngine.update_weights
+            engine.routes:EngineServer._update_weights @ /update_weights
+              engine.weight_loading:WeightSlots.staged
+              engine.step_engine:StepEngine.update
   experience.buffer:Buffer.on_loaded
     experience.gate:AdmissionGate.on_loaded
   weights.store:WeightStore.remove_before
@@ -188,8 +192,8 @@ FLOWS = {
     "A chat request": CHAT,
     "A push of weights": WEIGHTS,
 }
-MOST_FILES = 25
-"""Files that a reader opens on the way of one token. May only shrink."""
+MOST_FILES = 26
+"""Files that a reader opens on the way of one token. May only shrink; 25 until calls of one replica left the pool."""
 
 
 @dataclass(frozen=True, slots=True)

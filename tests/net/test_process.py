@@ -13,6 +13,7 @@ from cancelled import LOOPS, Loop, left_by, own_children
 from shoal.errors import ChildDied
 from shoal.net.process import Child
 from shoal.trainer.worker import LocalRank, TrainerProcess, local_ranks
+from until import until
 
 ECHO = """
 import socket, sys
@@ -165,9 +166,11 @@ class Sleeper(Child):
 
     def __init__(self, folder: Path) -> None:
         super().__init__("sleeper", "", [], folder / "log", os.environ)
+        self.deaf = folder / "deaf"
+        """Is there once the child no longer ends at SIGTERM."""
 
     def command(self, fd: int) -> list[str]:
-        return ["sh", "-c", "trap '' TERM; while :; do sleep 60; done"]
+        return ["sh", "-c", f"trap '' TERM; : > '{self.deaf}'; while :; do sleep 60; done"]
 
 
 @LOOPS
@@ -188,7 +191,8 @@ def test_no_child_outlives_the_event_loop_that_waits_in_it_or_for_its_end(
     """An event loop that ends cancels all tasks."""
 
     async def life(entered: asyncio.Event) -> None:
-        async with Sleeper(tmp_path):
+        async with Sleeper(tmp_path) as child:
+            await until(child.deaf.exists)
             entered.set()
             await (asyncio.sleep(0) if ending else asyncio.Event().wait())
 

@@ -209,7 +209,8 @@ def check_restored(backup: Path, folder: Path) -> int:
     async def replayed() -> int:
         saved = checkpoint.intact(folder, pytest.fail)
         assert saved is not None
-        assert "saved 1 times before" in (saved.path / "model" / "weights").read_text()
+        words = {(saved.path / name).read_text().partition(" of ")[2] for name in ("model/weights", "optimizer")}
+        assert len(words) == 1, "the files of a checkpoint were saved together"
         buffer = open_buffer(folder, resume=True)
         records = await buffer.steps_after(saved.step)
         for record in records:

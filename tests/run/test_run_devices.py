@@ -21,6 +21,7 @@ from shoal.run.devices import Devices, devices_of, visible_gpus
 from shoal.run.engines import EngineSettings, OwnEngines, _Keeper
 from shoal.run.plan import plan
 from shoal.run.training import train
+from shoal.types import Task
 
 
 def config(*overrides: str) -> Config:
@@ -121,6 +122,7 @@ class Watched:
     """What `prepare` makes, as far as the trainer's start reads it; ends the run when the first engine is asked for."""
 
     devices = Devices(ranks=("GPU-7", "GPU-8"))
+    service = SimpleNamespace(notes=(), draw=lambda split, index: Task(f"{split} {index}", "gcd", ()))
 
     def __init__(self) -> None:
         self.seen: list[str] = []

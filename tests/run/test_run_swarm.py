@@ -55,7 +55,7 @@ questions = 2
 [checkpoint]
 every_steps = 4
 """
-QUESTIONS = [(f"say {letter}{n}", letter) for letter in "abcdefgh" for n in range(8)]
+QUESTIONS = [(f"say {letter}{n}", letter) for n in range(80) for letter in "abcdefgh"]
 
 
 @pytest.fixture
@@ -142,17 +142,17 @@ def test_a_run_trains_on_what_peers_offer_besides_its_own_or_in_their_place_and_
         trained(config, *options, "--swarm.external_groups=2")
         # The last checkpoint is gone: the steps after the one before are trained again from the log.
         shutil.rmtree(max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:])))
-        trained(config, *options, "--swarm.external_groups=adaptive", "--resume", "--train.steps=24")
+        trained(config, *options, "--swarm.external_groups=adaptive", "--swarm.reuse=4", "--resume", "--train.steps=44")
 
     heard = with_peer(config.parent / "server", GOOD, body)
     assert heard >= 10  # the run shared its own groups as well
     report = audit(run)
     assert report.ok, report.sentences()
     steps = steps_of(run)
-    assert len(steps) == 24
+    assert len(steps) == 44
     besides, in_place = (sum(step["external"] for step in some) for some in (steps[:10], steps[10:]))
     assert min(besides, in_place) >= 2
-    assert report.consumed == 24 * 2 + besides
+    assert report.consumed == 44 * 2 + besides
     assert all(step["external"] + step["external_missing"] == 2 for step in steps[:10])
     assert any(step.get("reward_external", 0) == pytest.approx(0.5) for step in steps)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -201,7 +201,7 @@ def test_a_hanging_answer_of_a_peer_takes_the_processor_time_of_peers_and_not_th
             "run_dir": str(run),
             "model": {"path": str(tmp_path / "tiny")},
             "tasks": [{"name": "countdown", "rewrite": [[r"(?s)\n.*$", ""]]}],
-            "rollout": {"group_size": 2, "max_tokens": 4},
+            "rollout": {"group_size": 2, "max_tokens": 16},
             "train": {"steps": 1, "groups_per_step": 1},
             "eval": {"every_steps": 0, "questions": 1},
             "reward": {"timeout_s": 3600},

@@ -168,7 +168,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
                     await crowd.say(seal, honest, offer(claim, claim.truth or "", "1"))
                 trained: set[str] = set()
                 deadline_s = time.monotonic() + 60
-                while time.monotonic() < deadline_s and len(trained) < 12:
+                while time.monotonic() < deadline_s and len(trained) < 9:
                     for group in await node.take(0, logprobs):
                         trained.add(group.origin.peer_id)
                         assert group.origin.peer_id == honest.peer_id, group.task
@@ -181,7 +181,7 @@ def test_nothing_of_hostile_peers_is_trained_on_or_executed(tmp_path: Path, tiny
                 hearing.cancel()
                 await asyncio.gather(running, hearing, return_exceptions=True)
         own.close()
-        assert len(trained) >= 12  # of the honest peer, through all that
+        assert len(trained) >= 9  # the honest peer, and what its places held of one burst
         assert set(liars) == node.ingress.banned
         assert not (tmp_path / "node" / "banned.txt").read_text()  # names that cost nothing fill no disk
         for reason in (

@@ -56,7 +56,7 @@ def made(
 
 def letters_in(folder: Path) -> TaskConfig:
     data = folder / "data.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijkl"))
+    data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijklmnopqrst"))
     return TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4)
 
 

@@ -235,8 +235,7 @@ class Node(Peer):
 
     def _settle(self, message: VerifiedMessage, found: ReadyOffer | Reason) -> None:
         """Keeps an offer that can be trained on, and adds the result to its author's record."""
-        if not self._is_newcomer(message.peer_id):
-            self._supply.decided(isinstance(found, ReadyOffer))
+        self._supply.decided(isinstance(found, ReadyOffer))  # a newcomer's too: a full pool verifies no more
         if isinstance(found, Reason):
             self.ingress.refuse(message.peer_id, found)
             if found in LIES:
