@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -67,7 +68,7 @@ class World:
 
     def source(self, attack: Attack) -> str:
         targets = {
-            "PYTHON": sys.executable,
+            "PYTHON": shlex.quote(sys.executable),
             "RUN": os.getpid(),
             "DATA": self.data,
             "FOLDER": self.data.parent,
