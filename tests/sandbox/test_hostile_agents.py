@@ -43,6 +43,11 @@ class Found:
         return [Reward(float(str(task.answer) in answer)) for answer in answers]
 
 
+ASKS = """from openai import OpenAI
+OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "go"}])"""
+"""An agent's one question to the model."""
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """Targets outside of a rollout that hold the truth."""
@@ -194,10 +199,46 @@ def test_a_folder_of_imports_gives_its_modules_and_not_its_other_files(tmp_path:
 from shoal.rollout.agents import box, clients
 command = [sys.executable, "-c", "import helper; print(helper.WORD); print(open(sys.argv[1]).read())", sys.argv[1]]
 command[2] = "import sys; " + command[2]
-words = json.dumps([box.readable(command[:3], [], dict(os.environ)), box.listed(), sys.argv[2]])
+words = json.dumps([box.readable(command[:3], [], dict(os.environ)), box.listed(command[:3]), sys.argv[2]])
 subprocess.run([*clients.SUPERVISOR, str(os.getpid()), words, *command])"""
     words = [sys.executable, "-c", script, str(tmp_path / "questions.jsonl"), str(tmp_path / "work")]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert ended.stdout == "imported\n"
     assert "PermissionError" in ended.stderr
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+def test_a_script_imports_what_lies_beside_it_and_reads_no_other_file_there(tmp_path: Path) -> None:
+    (tmp_path / "questions.jsonl").write_text(TRUTH)
+    (tmp_path / "tools.py").write_text("def shown(path):\n    return open(path).read()\n")
+    script = tmp_path / "agent.py"
+    script.write_text(
+        "import os, pathlib, tools\n"
+        f"try:\n    said = tools.shown({str(tmp_path / 'questions.jsonl')!r})\n"
+        "except PermissionError:\n    said = 'closed'\n"
+        f"pathlib.Path({ANSWER_FILE!r}).write_text(said)\n" + ASKS
+    )
+    play = command_play(Named([sys.executable, str(script)], answer_file=ANSWER_FILE))
+    task = Task("w/0", "w", (Message(Role.USER, "go"),), "closed")
+    (rollout,) = played(play, "done", task=task, scoring=Found(), timeout_s=60)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0), rollout.reason
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+def test_a_program_that_is_a_link_into_its_package_runs_as_npm_and_pipx_lay_it(tmp_path: Path) -> None:
+    package = tmp_path / "lib" / "node_modules" / "agent"
+    (package / "bin").mkdir(parents=True)
+    (package / "package.json").write_text("{}")
+    (package / "word").write_text("closed")
+    (tmp_path / "bin").mkdir()
+    program = package / "bin" / "cli"
+    program.write_text(
+        f"#!/bin/sh\ncat '{package}/word' > {ANSWER_FILE}\nexec {shlex.quote(sys.executable)} -c '{ASKS}'\n"
+    )
+    program.chmod(0o755)
+    (tmp_path / "bin" / "agent").symlink_to(program)
+    play = command_play(Named([str(tmp_path / "bin" / "agent")], answer_file=ANSWER_FILE))
+    task = Task("w/0", "w", (Message(Role.USER, "go"),), "closed")
+    (rollout,) = played(play, "done", task=task, scoring=Found(), timeout_s=60)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0), rollout.reason

@@ -5,6 +5,7 @@ and write nothing else. Landlock keeps them from the memory, descriptors and var
 """
 
 import os
+import shutil
 import stat
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,21 +36,33 @@ def why_not() -> str:
 def readable(command: Sequence[str], reads: Sequence[str], environment: Mapping[str, str]) -> list[str]:
     """Paths that a boxed command reads: the system's, Python's, the files of its words, and `reads`."""
     named = [path for name in _FOLDERS_IN for path in environment.get(name, "").split(os.pathsep)]
-    sources = _sources()
+    sources = _sources(command)
     packages = [path for folder in sources for path in _importable(folder)]
-    paths = [*_SYSTEM, sys.prefix, *reads, *packages, *filter(os.path.isabs, (*named, *command))]
+    paths = [*_SYSTEM, sys.prefix, *_program(command[0]), *reads, *packages, *filter(os.path.isabs, (*named, *command))]
     found = (os.path.realpath(path) for path in paths if os.path.exists(path))
     return outermost([*visible(*(folder for folder in installed_packages() if folder not in sources)), *found])
 
 
-def listed() -> list[str]:
+def listed(command: Sequence[str]) -> list[str]:
     """Folders whose names a boxed command lists, as Python's import does, without reading all of their files."""
-    return [str(folder.resolve()) for folder in _sources()]
+    return [str(folder.resolve()) for folder in _sources(command)]
 
 
-def _sources() -> list[Path]:
-    """Folders of PYTHONPATH and of editable installs. They may be a project's, with its tasks and runs."""
-    return [folder for folder in installed_packages() if not _SITES & set(folder.parts)]
+def _sources(command: Sequence[str]) -> list[Path]:
+    """Folders of Python scripts, of PYTHONPATH and of editable installs.
+
+    They may be a project's, with its tasks and runs.
+    """
+    scripts = [Path(word).parent for word in command[1:] if os.path.isabs(word) and word.endswith(".py")]
+    return [*scripts, *(folder for folder in installed_packages() if not _SITES & set(folder.parts))]
+
+
+def _program(name: str) -> list[str]:
+    """File that a program's name leads to through links, and the folder of its package, as npm and pipx lay them."""
+    found = Path(os.path.realpath(shutil.which(name) or name))
+    marks = ("package.json", "pyvenv.cfg")
+    packages = (folder for folder in found.parents[:3] if any((folder / mark).is_file() for mark in marks))
+    return [str(found), *map(str, packages)]
 
 
 def _importable(folder: Path) -> list[str]:

@@ -185,7 +185,7 @@ async def command_play(spec: Named) -> AsyncIterator[Play]:
         folder = stack.enter_context(work_folder())
         try:
             environment = _environment(model, spec.env)
-            words = json.dumps([box.readable(command, spec.reads, environment), box.listed(), folder])
+            words = json.dumps([box.readable(command, spec.reads, environment), box.listed(command), folder])
             environment |= {"HOME": folder, "TMPDIR": folder, "PWD": folder}
             await _run([str(os.getpid()), words, *command], asked(task), environment)
             left = box.answer_in(folder, spec.answer_file, MOST_ANSWER_BYTES) if spec.answer_file else None
