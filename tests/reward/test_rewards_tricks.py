@@ -50,6 +50,10 @@ WRONG = {
     "a skip by the program's value": (f"def test_a():\n    if f(2) != 3: pytest.skip('no')\n{PASSES}", SAME),
     "an expected failure by it": (f"def test_a():\n    if f(2) != 3: pytest.xfail('no')\n{PASSES}", SAME),
     "a mark by it": (f"@pytest.mark.skipif(f(2) != 3, reason='no')\ndef test_a(): assert False\n{PASSES}", SAME),
+    "a mark by a name for it": (
+        f"no = f(2) != 3\n@pytest.mark.skipif(no, reason='no')\ndef test_a(): assert False\n{PASSES}",
+        SAME,
+    ),
     "a fixture that skips by it": (f"{FIXTURE}def test_a(it): assert False\n{PASSES}", SAME),
     "an object where an error is expected": (
         "def test_a():\n    with pytest.raises(TypeError): f('a')",
@@ -85,6 +89,11 @@ RIGHT = {
     "a member of an iterator": ("def test_a(): assert 5 in f(1)", "def f(x): yield from (4, 5)"),
     "a skip without the program": (f"def test_a(): pytest.skip('slow')\n{PASSES}", SAME),
     "a skip by a mark": (f"{PASSES}@pytest.mark.skip\ndef test_a(): assert False", SAME),
+    "a skip by a mark beside a value of the program": (
+        f"N = f(2)\n{PASSES}@pytest.mark.skipif(True, reason='later')\ndef test_a(): assert False\n"
+        "@pytest.mark.skip(reason='later')\nclass TestB:\n    def test_b(self): assert False",
+        SAME,
+    ),
     "an expected failure by a mark": (f"{PASSES}@pytest.mark.xfail\ndef test_a(): assert f(1) == 2", SAME),
     "an error of a text and more": (
         "def test_a():\n    with pytest.raises(UnicodeError): f('a')",

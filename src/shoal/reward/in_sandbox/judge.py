@@ -6,6 +6,7 @@ are made here, of Python's own types. No object, name or code of the program eve
 
 # mypy: ignore-errors
 # Untyped like `solution`, which is at the other end.
+import ast
 import builtins
 import inspect
 import json
@@ -16,6 +17,8 @@ import os
 import sys
 
 LONGEST_LINE = 1 << 20
+APART = {"pytest", "sys", "os", "platform"}
+"""Names in decorators that no program makes."""
 SEQUENCES = {"t": tuple, "s": set, "z": frozenset, "n": iter}
 ITERATORS = []
 """True after an iterator of the program came in."""
@@ -262,6 +265,21 @@ def run_snippets(tests, program, report):
         report(f"test {number + 1}", why or program.fault)
 
 
+def marked_apart(file, test):
+    """True if the decorators of a test, and of its classes, name nothing that the program could have made."""
+    named = {}
+    for node in ast.walk(ast.parse(file)):
+        if isinstance(node, ast.ImportFrom) and any(one.name == "*" for one in node.names):
+            return False
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = {
+                one.id for decorator in node.decorator_list for one in ast.walk(decorator) if isinstance(one, ast.Name)
+            }
+            named[node.name] = named.get(node.name, set()) | names
+    found = [named.get(part.partition("[")[0], {""}) for part in test.split("::")[1:]]
+    return any(found) and set().union(*found) <= APART
+
+
 def run_file(tests, program, report):
     """Runs a test file with pytest."""
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
@@ -305,6 +323,8 @@ def run_file(tests, program, report):
         def is_skipped_by_program(self, report):
             """True if the program may have caused the skip, or the expected failure."""
             is_marked = any(name in report.keywords for name in ("skip", "skipif", "xfail"))
+            if is_marked and marked_apart(tests["file"], report.nodeid):
+                return False
             return self.collected > 0 if is_marked else self.shared > 0 or program.words > self.before
 
         def pytest_runtest_logreport(self, report):
