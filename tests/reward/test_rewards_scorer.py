@@ -115,7 +115,7 @@ def test_an_answer_on_which_the_checker_hangs_is_wrong_and_not_left_out(drawn: C
 @pytest.mark.parametrize("boxed", [True, False])
 def test_an_answer_whose_checker_is_deaf_to_signals_is_wrong_once_the_kernel_ends_it(boxed: bool) -> None:
     async def work(scorer: WorkerScorer) -> list[Reward]:
-        slow = asyncio.create_task(score(scorer, WORK, ["sqrt(2)" * 100] * 100))
+        slow = asyncio.create_task(score(scorer, WORK, ["sqrt(2)" * 80] * 100))
         await until(lambda: scorer.values["scorer_run_p50_s"] > 0)
         os.kill(worker_of(scorer.pids[0]).pid, signal.SIGXCPU)  # as the kernel does
         return await slow
@@ -129,7 +129,7 @@ def test_wrong_timed_out_and_failed_are_three_outcomes() -> None:
     hopeless = Task("quiz/2", "quiz", (), "no number", '{"scorer": "number"}')
 
     async def work(scorer: WorkerScorer) -> list[list[Reward]]:
-        slow = asyncio.create_task(score(scorer, WORK, ["sqrt(2)" * 100] * 100))
+        slow = asyncio.create_task(score(scorer, WORK, ["sqrt(2)" * 80] * 100))
         await until(lambda: scorer.values["scorer_run_p50_s"] > 0)
         os.kill(worker_of(scorer.pids[0]).pid, signal.SIGSTOP)  # the machine stands still: nobody's fault
         stood = await slow

@@ -125,7 +125,12 @@ def visible(*more: Path) -> list[str]:
 
 
 def _open_to_others(path: str) -> bool:
-    """Whether any user may read a path; what root installed under umask 077 only root may."""
+    """Whether any user may read a path; only root may read what it installed under umask 077.
+
+    A missing path counts as open: the backend names it.
+    """
+    if not os.path.exists(path):
+        return True
     mode = os.stat(path).st_mode
     return mode & 0o5 == 0o5 if stat.S_ISDIR(mode) else bool(mode & 0o4)
 
