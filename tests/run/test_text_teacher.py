@@ -6,16 +6,19 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shoal.config import parse
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError, EngineUnavailable
 from shoal.model.renderer_loading import load_renderer
 from shoal.model.spans import MOST_NATS
-from shoal.run.teacher import KEY_VARIABLE, text_teacher
+from shoal.run.teacher import KEY_VARIABLE, ends_in, text_teacher
 from shoal.types import Sample
 from stub_server import Stub, stubbed
 from train_runs import start
@@ -51,6 +54,29 @@ def test_a_span_gets_what_the_teacher_says_of_it_and_what_it_cannot_spell_gets_n
     assert over == [(0.0, 0.0, 0.0, 0.0)]  # a span with the prompt's end, an equal logprob, a stop that it has not
     other = asked(["a", "x", "c", stop], [-2.0, -1.0, -8.0, -8.0], tiny_model_dir)
     assert other == [(0.0,) * 4]
+
+
+def test_a_character_of_several_tokens_leaves_the_other_tokens_taught(tiny_model_dir: Path) -> None:
+    text = "x\N{TROPICAL FISH}y"
+    pieces = ["x", "\ufffd", "", "\ufffd", "y"]
+    assert ends_in(text, pieces, [-1.0, -2.0, -3.0, -4.0, -5.0]) == [(1, -1.0), (5, -9.0), (6, -5.0)]
+    assert ends_in("ab", ["a", "\ufffd", "c"], [-1.0] * 3) is None
+    one_fish_or_two = ["\ufffd", "\ufffd", "\N{TROPICAL FISH}"]
+    assert ends_in("\N{TROPICAL FISH}" * 3, one_fish_or_two, [-1.0] * 3) is None
+
+
+@given(st.text("ab\n\u00e9\u65e5\N{TROPICAL FISH}", min_size=1, max_size=12), st.data())
+def test_tokens_that_cut_characters_anywhere_never_get_another_span_s_logprob(text: str, data: st.DataObject) -> None:
+    spelt = text.encode()
+    cuts = sorted(data.draw(st.sets(st.integers(1, max(len(spelt) - 1, 1)))))
+    bounds = [0, *(cut for cut in cuts if cut < len(spelt)), len(spelt)]
+    pieces = [spelt[a:b].decode(errors="replace") for a, b in pairwise(bounds)]
+    found = ends_in(text, pieces, [-(2.0**-i) for i in range(len(pieces))])
+    begin = 0
+    for end, logprob in found or []:
+        tokens = range(bounds.index(begin), bounds.index(end))
+        assert logprob == -sum(2.0**-i for i in tokens)
+        begin = end
 
 
 @pytest.mark.timeout(400)

@@ -26,6 +26,11 @@ from shoal.types import Sample
 KEY_VARIABLE = "SHOAL_TEACHER_KEY"
 AT_ONCE = 16
 """Rows that the teacher scores at once."""
+MOST_BEGINNINGS = 2
+"""Tokens with which a teacher's tokenizer may begin every text."""
+MOST_PARTS = 4
+"""Bytes of a character in UTF-8, each of which may be a token."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 PATIENCE = Retry(tries=10, pause_s=0.5, timeouts=True, statuses=lambda code: code >= 500 or code in REFUSED_FOR_NOW)
 
 
@@ -93,12 +98,47 @@ class TextTeacher:
         wanted = {"model": self._model, "prompt": text, "max_tokens": 0, "echo": True, "logprobs": 0}
         async with self._turns:
             echo = (await self._client.ask("POST", "/completions", _Echo, wanted)).choices[0].logprobs
-        spelt, logprobs = list(echo.tokens), [value or 0.0 for value in echo.token_logprobs]
-        while spelt and sum(map(len, spelt)) > len(text):  # tokens with which its tokenizer begins every text
-            del spelt[0], logprobs[0]
-        if "".join(spelt) != text or "" in spelt or len(spelt) != len(logprobs):
-            return None
-        return list(zip(accumulate(len(one.encode()) for one in spelt), logprobs, strict=True))
+        logprobs = [value or 0.0 for value in echo.token_logprobs]
+        skips = range(1 + MOST_BEGINNINGS)
+        return next(filter(None, (ends_in(text, echo.tokens[k:], logprobs[k:]) for k in skips)), None)
+
+
+def ends_in(text: str, pieces: Sequence[str], logprobs: Sequence[float]) -> list[tuple[int, float]] | None:
+    """Ends of a text's tokens in UTF-8 bytes, with their logprobs; None if the pieces do not spell the text.
+
+    Servers show a part of a character as U+FFFD or as nothing. A run of such tokens counts as one token, which ends
+    where the next piece begins. Returns None if there are several such places.
+
+    >>> ends_in("a\u00e9b", ["a", "\ufffd", "\ufffd", "b"], [-1.0, -2.0, -3.0, -4.0])
+    [(1, -1.0), (3, -5.0), (4, -4.0)]
+    """
+    if len(pieces) != len(logprobs):
+        return None
+    tokens: list[tuple[str, float]] = []  # text and logprob
+    at, hidden, known, run_logprob = 0, 0, 0, 0.0  # of a run: characters at most hidden, characters shown
+    for piece, logprob in [*zip(pieces, logprobs, strict=True), (None, 0.0)]:
+        is_whole = not hidden and bool(piece) and text.startswith(piece or "", at)
+        if piece is not None and not is_whole and (not piece or REPLACEMENT in piece):
+            parts = piece.count(REPLACEMENT)
+            hidden, known, run_logprob = hidden + max(parts, 1), known + len(piece) - parts, run_logprob + logprob
+            continue
+        if hidden:
+            least = at + known + -(-hidden // MOST_PARTS)
+            ends = range(least, min(at + known + hidden, len(text)) + 1)
+            fits = [end for end in ends if (text.startswith(piece, end) if piece is not None else end == len(text))]
+            if len(fits) != 1:
+                return None
+            tokens.append((text[at : fits[0]], run_logprob))
+            at, hidden, known, run_logprob = fits[0], 0, 0, 0.0
+        if piece is not None:
+            if not text.startswith(piece, at):
+                return None
+            tokens.append((piece, logprob))
+            at += len(piece)
+    if at != len(text):
+        return None
+    places = accumulate(len(shown.encode()) for shown, _ in tokens)
+    return [(place, logprob) for place, (_, logprob) in zip(places, tokens, strict=True)]
 
 
 @asynccontextmanager
