@@ -38,7 +38,7 @@ test-tinker: $(VENV)/dev-installed $(COOKBOOK)/installed
 TORCHTITAN := .venv-torchtitan
 torchtitan: $(VENV)/dev-installed
 	test -d $(TORCHTITAN) || $(PIP) --no-deps --target $(TORCHTITAN) torchtitan==0.3.0 spmd_types triton tyro typeguard shtab docstring_parser
-	SHOAL_TORCHTITAN="$(CURDIR)/$(TORCHTITAN)" $(BIN)/python -m pytest -v tests/trainer/test_train_torchtitan.py
+	SHOAL_TORCHTITAN="$(CURDIR)/$(TORCHTITAN)" $(BIN)/python -m pytest -v tests/trainer/test_trainer_torchtitan.py
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py tests/sandbox/test_hostile_agents.py
@@ -125,9 +125,9 @@ tito: $(VENV)/dev-installed
 # The pure cores have every line covered, by the pure tests alone: what no claim needs is not there.
 PURE := turn_tree experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
 	engine/scheduler engine/batch swarm/strategy swarm/trust
-PURE_TESTS := $(addprefix tests/,experience/test_buffer_gate.py rollout/test_ratios.py gateway/test_session.py \
-	gateway/test_session_property.py trainer/test_train_advantage.py trainer/test_train_loss.py \
-	trainer/test_train_packing.py trainer/test_train_objective.py trainer/test_train_turns.py \
+PURE_TESTS := $(addprefix tests/,experience/test_gate.py rollout/test_ratios.py gateway/test_session.py \
+	gateway/test_session_property.py trainer/test_trainer_advantage.py trainer/test_trainer_loss.py \
+	trainer/test_trainer_packing.py trainer/test_trainer_objective.py trainer/test_trainer_turns.py \
 	engine/test_engine_scheduler.py engine/test_engine_sampling.py engine/test_engine_local.py engine/test_engine_extras.py \
 	swarm/test_swarm_strategy.py swarm/test_swarm_trust.py)
 comma := ,

@@ -38,8 +38,6 @@ SAMPLE = {"run": 92, "trainer": 62, "experience": 50, "swarm": 104, "tasks": 48,
 RESULTS = ROOT / "benchmarks" / "results" / "mutants.jsonl"
 QUICK_S, AT_MOST_S, AGAIN_S = 1.0, 6.0, 30.0
 """Processor seconds of tests that meet a mutant, quickest first: at once, then in the first pass, and in the second."""
-TESTS_ROOM = {"environments": "tasks"}
-"""Folder of the tests of a room, where it has another name."""
 OTHER_TESTS = {"gpu", "vllm", "experiments", "benchmarks", "house", "support"}
 """Folders of tests that say nothing about one module of the rooms."""
 EQUIVALENT = ROOT / "tools" / "mutants_equivalent.toml"
@@ -282,7 +280,7 @@ def ordered(room: str, seed: int) -> list[Mutant]:
 
 def room_tests(room: str) -> list[Path]:
     """The test files of a room."""
-    return sorted((TESTS / TESTS_ROOM.get(room, room)).glob("test_*.py"))
+    return sorted((TESTS / room).glob("test_*.py"))
 
 
 def killer(mutant: Mutant, source: str, runner: Runner, coverage: Coverage, *, again: bool) -> str:

@@ -16,7 +16,7 @@ import pytest
 
 from engine_server import PROMPT, Server, changed_weights, running, serving, waiting
 from environ import environment_of
-from foreign_engine import more_drawn
+from external_engine import more_drawn
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.http_server import main

@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from engine_server import changed_weights, serving
-from foreign_engine import (
+from external_engine import (
     adapter_version,
     adapters_under_way,
     asked,

@@ -32,7 +32,7 @@ def test_calls_arguments_and_conditions_are_changed_one_at_a_time() -> None:
 
 def test_the_tests_of_a_module_are_those_that_import_it() -> None:
     names = {path.name for path in mutants.tests_of("experience/gate.py")}
-    assert "test_buffer_gate.py" in names
+    assert "test_gate.py" in names
     assert "test_engine_sampling.py" not in names
     assert {"test_wiring.py", "test_run_redraw.py"} <= {path.name for path in mutants.tests_of("run/loop.py")}
 

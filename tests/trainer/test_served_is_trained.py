@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 import pytest
-from test_train_trainer import groups
+from test_trainer import groups
 
 from engine_models import saved
 from pairwise import Case, covering, title

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
-from test_train_trainer import groups, trainer
+from test_trainer import groups, trainer
 
 from shoal import wire
 from shoal.experience.raw import RawGroup

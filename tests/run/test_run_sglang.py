@@ -7,7 +7,7 @@ from urllib.request import Request, urlopen
 import pytest
 
 from engine_server import serving
-from foreign_engine import adapter_version
+from external_engine import adapter_version
 from sglang_contract import contract
 from shoal.experience.audit import audit
 from train_runs import start

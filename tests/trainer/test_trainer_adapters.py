@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_train_lora import scored, trainer
-from test_train_trainer import groups
+from test_trainer import groups
+from test_trainer_lora import scored, trainer
 
 from engine_models import saved
 from engine_server import PROMPT, serving

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_ranks import groups
+from test_trainer_ranks import groups
 
 from engine_models import saved
 from shoal.config import Config, ModelConfig, parse

@@ -38,9 +38,9 @@ def test_of_equal_answers_the_first_is_trained_with() -> None:
 
 
 def test_a_hook_of_the_user_s_that_raises_fails_the_group_with_its_reason() -> None:
-    after = processed(group(), hooks_of("t", "test_tasks_post:doubled"))
+    after = processed(group(), hooks_of("t", "test_reward_hooks:doubled"))
     assert not after.finished
-    assert after.rollouts[0].reason.startswith("post-processing: ValueError: no (test_tasks_post.py:")
+    assert after.rollouts[0].reason.startswith("post-processing: ValueError: no (test_reward_hooks.py:")
 
 
 @pytest.mark.parametrize("word", ["unknown", "length:much", "nowhere:f", "math:nothing"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from test_train_objective import row
+from test_trainer_objective import row
 from transformers import AutoModelForCausalLM
 
 from engine_models import saved

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_expert_parallel import FILES, KINDS, LR, course
+from test_trainer_expert_parallel import FILES, KINDS, LR, course
 
 from engine_models import saved
 from shoal.errors import TrainerError

@@ -1,7 +1,7 @@
 """What a program returns or raises cannot make a test true that a right program passes by its work."""
 
 import pytest
-from test_rewards_code import scored, values
+from test_reward_code import scored, values
 
 IMPORTS = "import math, pytest\nfrom itertools import islice\nfrom pytest import approx\nfrom solution import f\n"
 FIXTURE = "@pytest.fixture(scope='module')\ndef it():\n    if f(2) != 3: pytest.skip('no')\n    return 1\n"

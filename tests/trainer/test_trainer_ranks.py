@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_objective import LOSSES, batch, gradient, row, trainer
+from test_trainer_objective import LOSSES, batch, gradient, row, trainer
 from torch import distributed, multiprocessing
 
 from engine_models import saved

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_train_trainer import groups
+from test_trainer import groups
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_train_trainer import row
+from test_trainer import row
 
 import reference.critic as definition
 from shoal.config import ModelConfig, parse
