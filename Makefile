@@ -165,7 +165,7 @@ lint: $(VENV)/dev-installed
 	$(BIN)/mypy
 	$(BIN)/mypy --config-file tests/mypy.ini
 
-# Screenshots of every view of a demo's page, and of a swarm's, for docs/view.md.
+# Screenshots of every view of a demo's page, and of a swarm's, for docs/guides/view.md.
 figures: $(VENV)/dev-installed $(VENV)/chromium-tried
 	test -d build/figures-run || $(BIN)/shoal demo --run-dir build/figures-run --train.steps=120 --eval.every_steps=30 --eval.samples=4
 	test -d build/figures-swarm || $(BIN)/shoal swarm demo --steps 30 --folder build/figures-swarm

@@ -1,4 +1,4 @@
-"""Writes docs/models.md: which causal language models of the installed transformers are computed as published.
+"""Writes docs/reference/models.md: which causal language models of transformers are computed as published.
 
 `python tools/architectures.py` makes a tiny random model of every architecture, and compares its packed logprobs with
 those of transformers' eager attention, row by row. `python tools/architectures.py llama gemma3_text` says it of some.
@@ -21,7 +21,7 @@ from shoal.errors import ModelError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 
-DOC = Path(__file__).resolve().parents[1] / "docs" / "models.md"
+DOC = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
 BOUND_NATS = 1e-4
 PATIENCE_S = 120
 HEAD = """# Models

@@ -39,7 +39,7 @@ BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
 def configuration() -> str:
-    """The whole of docs/configuration.md."""
+    """The whole of docs/reference/configuration.md."""
     parts = [HEAD, _table(Config, "At the top")]
     for name, field in Config.model_fields.items():
         for section in _sections(field):
@@ -67,7 +67,7 @@ def _inner_title(path: str, section: type[BaseModel]) -> str:
 
 
 def metrics() -> str:
-    """The tables of names that docs/operations.md shows."""
+    """The tables of names that docs/reference/run.md shows."""
     return "\n".join(
         [
             *_rows("In a record of kind `step`:", STEP_NAMES),
@@ -183,11 +183,11 @@ def with_part(path: Path, name: str, part: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every document with a generated part, as it should be."""
-    operations, architecture = DOCS / "operations.md", DOCS / "architecture.md"
+    run, architecture = DOCS / "reference" / "run.md", DOCS / "developers" / "architecture.md"
     return {
-        DOCS / "configuration.md": configuration(),
-        DOCS / "flows.md": flow.page(),
-        operations: with_part(operations, "metrics", metrics()),
+        DOCS / "reference" / "configuration.md": configuration(),
+        DOCS / "developers" / "flows.md": flow.page(),
+        run: with_part(run, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),
     }
 
@@ -197,7 +197,7 @@ def main(check: bool) -> int:
     stale = {path: text for path, text in documents().items() if not path.is_file() or path.read_text() != text}
     for path, text in stale.items():
         if check:
-            print(f"docs/{path.name} is out of date; run `make docs`", file=sys.stderr)
+            print(f"docs/{path.relative_to(DOCS)} is out of date; run `make docs`", file=sys.stderr)
         else:
             path.write_text(text)
     return 1 if check and stale else 0

@@ -1,4 +1,4 @@
-"""The calls along four flows, checked against the code, as diagrams for docs/flows.md.
+"""The calls along four flows, checked against the code, as diagrams for docs/developers/flows.md.
 
 `python tools/flow.py` prints the files that a reader opens on the way of one token. A line of a flow is a function,
 indented below the function that calls it. `@ name` says what both sides name where one does not call the other by name:
@@ -302,7 +302,7 @@ def _alias(file: str) -> str:
 
 
 def page() -> str:
-    """The whole of docs/flows.md."""
+    """The whole of docs/developers/flows.md."""
     head = (
         "# Flows\n\n<!-- Written by `make docs` from tools/flow.py; change the hops there. -->\n\n"
         "Each diagram shows the calls of one flow, in their order. Each lifeline is a file of `src/shoal`. A test\n"

@@ -101,7 +101,7 @@ WALKS = (
     Walk("serve", "README.md", after=("shoal serve --model DIR",), values=("DIR", "demo"), blocks=False),
     Walk(
         "tinker",
-        "docs/tinker.md",
+        "docs/guides/tinker.md",
         after=("pip install 'shoal[tinker]'", "shoal serve tinker --model NAME=DIRECTORY"),
         values=("NAME=DIRECTORY", "demo"),
     ),

@@ -104,7 +104,7 @@ def test_every_section_says_what_it_is_about() -> None:
         ("train.grops_per_step=4", "train.grops_per_step: unknown setting; did you mean 'train.groups_per_step'?"),
         ("asynchony.max_staleness=1", "asynchony: unknown setting; did you mean 'asynchrony'?"),
         ("tasks.0.wieght=1", "tasks.0.wieght: unknown setting; did you mean 'tasks.0.weight'?"),
-        ("model.zzzzzzzz=1", "model.zzzzzzzz: unknown setting; docs/configuration.md lists the settings"),
+        ("model.zzzzzzzz=1", "model.zzzzzzzz: unknown setting; docs/reference/configuration.md lists the settings"),
         ("train.steps=0", "train.steps: expected at least 1, got 0"),
         ("train.minibatches=3", "train.minibatches: expected a divisor of groups_per_step = 8, got 3"),
         ("train.overlong_tokens=256", "train.overlong_tokens: expected less than rollout.max_tokens = 256, got 256"),

@@ -107,7 +107,7 @@ def test_the_readme_s_commands_are_the_makefile_s() -> None:
 
 
 def test_the_figures_of_automatic_ratios_are_those_of_their_data() -> None:
-    text = " ".join((ROOT / "docs" / "orchestration.md").read_text().partition("## Automatic ratios")[2].split())
+    text = " ".join((ROOT / "docs" / "guides" / "tasks.md").read_text().partition("## Automatic ratios")[2].split())
     data = json.loads((ROOT / "experiments" / "balance" / "results" / "automatic.json").read_text())
     before, after = data["evaluations"]
     said = re.search(
@@ -125,7 +125,7 @@ def test_the_figures_of_automatic_ratios_are_those_of_their_data() -> None:
 
 
 def test_functions_that_the_algorithms_name_exist() -> None:
-    text = (ROOT / "docs" / "algorithms.md").read_text()
+    text = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
     named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
     assert len(named) >= 8
     for module, name in named:
@@ -136,7 +136,7 @@ def test_functions_that_the_algorithms_name_exist() -> None:
 
 
 def test_the_papers_in_the_algorithms_are_settings_that_exist() -> None:
-    text = (ROOT / "docs" / "algorithms.md").read_text()
+    text = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
     table = text.partition("### Papers as settings")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (?!paper|---)(.*)$", table, re.MULTILINE)
     assert len(rows) >= 10
@@ -149,7 +149,7 @@ def test_the_papers_in_the_algorithms_are_settings_that_exist() -> None:
 
 
 def test_every_room_is_in_the_architecture() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "docs" / "developers" / "architecture.md").read_text()
     rows = " ".join(re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE))
     named = {name.rstrip("/") for name in re.findall(r"`([\w/]+)`", rows)}
     assert {name.partition(".")[0] for name, _ in modules()} <= named

@@ -1,4 +1,4 @@
-"""The flows of docs/flows.md are those of the code, and a token passes few files."""
+"""The flows of docs/developers/flows.md are those of the code, and a token passes few files."""
 
 import json
 import subprocess

@@ -50,7 +50,7 @@ def violations(module: str, source: str) -> list[str]:
     """What a module imports although it may not, one sentence each."""
     room = module.partition(".")[0]
     if room not in LAYER_OF:
-        return [f"{room}: expected a room with a layer; give it a row in LAYERS and in docs/architecture.md"]
+        return [f"{room}: expected a room with a layer; give it a row in LAYERS and in docs/developers/architecture.md"]
     wrong = []
     for name in sorted(imported(module, source)):
         top, _, rest = name.partition(".")

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "shoal"
 ALLOWANCE = Path(__file__).with_name("prose_allowance.txt")
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MOST_WORDS = 25
 OPENERS = re.compile(r"(What|Who|Whoever|Whatever|Whom|Of|Those|By|The same|That which)\b")
 GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)

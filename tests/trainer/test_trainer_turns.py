@@ -32,7 +32,7 @@ def group(played: list[tuple[list[float], float]]) -> Group:
 
 
 def reference(played: list[tuple[list[float], float]], discount: float) -> list[list[float]]:
-    """Advantages of kind "grpo" in float64, written from the definition in docs/algorithms.md."""
+    """Advantages of kind "grpo" in float64, written from the definition in docs/reference/algorithms.md."""
     returns = []
     for turn_rewards, reward in played:
         earned = np.array(turn_rewards, dtype=np.float64)

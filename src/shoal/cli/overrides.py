@@ -9,7 +9,7 @@ from typer.core import TyperCommand, TyperOption
 
 from shoal.errors import ConfigError
 
-HELP = "Any setting can be given too, as --train.lr=1e-4 or --train.lr 1e-4; docs/configuration.md lists them."
+HELP = "Any setting can be given, as --train.lr=1e-4 or --train.lr 1e-4; docs/reference/configuration.md lists them."
 
 
 class WithSettings(TyperCommand):

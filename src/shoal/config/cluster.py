@@ -37,7 +37,7 @@ class EnginePlaces(Section):
 
 
 class ClusterConfig(Section):
-    """Roles of other hosts, which join the run while it goes on. See docs/cluster.md."""
+    """Roles of other hosts, which join the run while it goes on. See docs/guides/hosts.md."""
 
     listen: str = Field(
         "", description="HOST:PORT where engines, scorers, ranks and tasks register; nothing does when empty."

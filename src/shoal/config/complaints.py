@@ -45,7 +45,7 @@ def complaint(error: ValidationError, tree: object, root: type[Section]) -> str:
     if first["type"] == "extra_forbidden":
         siblings = _section_at(root, [str(part) for part in first["loc"][:-1]]).model_fields
         hint = did_you_mean(named[-1], siblings, lambda name: repr(".".join([*named[:-1], name])))
-        return f"{where}: unknown setting{hint or '; docs/configuration.md lists the settings'}"
+        return f"{where}: unknown setting{hint or '; docs/reference/configuration.md lists the settings'}"
     if first["type"] == "value_error":
         return ".".join([*named, str(first["ctx"]["error"])])
     if first["type"] == "missing":
@@ -80,7 +80,7 @@ def _choices(error: ErrorDetails) -> list[str]:
 
 
 def _kind(error: ErrorDetails) -> str:
-    form = KINDS.get(error["type"], "a value as docs/configuration.md has it")
+    form = KINDS.get(error["type"], "a value as docs/reference/configuration.md has it")
     bounds = {
         name: int(value) if isinstance(value, float) and value.is_integer() else value
         for name, value in error.get("ctx", {}).items()

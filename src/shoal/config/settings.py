@@ -78,7 +78,7 @@ class TaskConfig(Section):
         [], description="Regular expressions and replacements that shorten questions."
     )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
-        None, description="Agent of the conversation: `module:function`, a command, or a table. See docs/agents.md."
+        None, description="Agent: `module:function`, a command, or a table. See docs/guides/agents.md."
     )
 
 

@@ -99,7 +99,7 @@ class DPOLoss(Section):
 
 
 class OwnLoss(Section):
-    """A function of the user's over the streams of a micro-batch; see docs/library.md."""
+    """A function of the user's over the streams of a micro-batch; see docs/guides/library.md."""
 
     name: Literal["own"] = "own"
     function: OwnName = Field(description="`module:function` or `file.py:function`, from Streams to a loss per token.")

@@ -1,8 +1,8 @@
 """Adapter for vLLM's HTTP server, which is never imported. Tested with 0.32.0, written for 0.28 to 0.33.
 
 The server needs `VLLM_SERVER_DEV_MODE=1` for pause, resume and the call that reloads weights. It also needs
-`--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs`; docs/engine.md has the whole
-command.
+`--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs`
+(docs/reference/engine.md).
 
 The adapter sends no seeds: a seeded request whose prompt is computed in more than one chunk crashes 0.32.0 on a CPU
 ("CPU Generator does not use offset"). A long answer becomes such a request when new weights have it computed again.

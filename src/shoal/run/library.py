@@ -1,4 +1,4 @@
-"""The library trains a model in one call and gives the parts of a training loop. See docs/library.md."""
+"""The library trains a model in one call and gives the parts of a training loop. See docs/guides/library.md."""
 
 import json
 import os
@@ -34,9 +34,9 @@ def train(
     """Trains a model and returns the run's figures; `run_dir` and `resume` continue a stopped run.
 
     `reward` is a function with TRL's signature, `reward(prompts, completions, **columns)`, for tasks that do not score
-    themselves. Keywords are settings of docs/configuration.md: `steps=50` is `train.steps`. A name that two sections
-    have is given with its section, as in `metrics={"wandb": "project"}`. Without `tasks` the embedded model spells
-    words backward, as in `shoal demo`. Raises a `ShoalError`.
+    themselves. Keywords are settings (docs/reference/configuration.md): `steps=50` is `train.steps`. A name that two
+    sections have is given with its section, as in `metrics={"wandb": "project"}`. Without `tasks` the embedded model
+    spells words backward, as in `shoal demo`. Raises a `ShoalError`.
 
     >>> from shoal import train
     >>> result = train(steps=50, lr=3e-4, max_tokens=12)  # doctest: +SKIP
@@ -91,7 +91,7 @@ def _home(keyword: str) -> str | None:
     if "train" in homes:
         return "train"
     if not homes:
-        raise ConfigError(f"{keyword}: no setting has this name; see docs/configuration.md")
+        raise ConfigError(f"{keyword}: no setting has this name; see docs/reference/configuration.md")
     if len(homes) > 1:
         raise ConfigError(f"{keyword}: {', '.join(homes)} have it; say which, as in {homes[0]}={{{keyword!r}: ...}}")
     return homes[0]

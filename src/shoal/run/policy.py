@@ -1,4 +1,4 @@
-"""A policy joins a model, its engine and its trainer for a training loop of the user's own. See docs/library.md."""
+"""A policy joins a model, its engine and its trainer for a user's own training loop. See docs/guides/library.md."""
 
 import asyncio
 import os

@@ -1,8 +1,8 @@
 """Credit rules set how peers' answers are reinforced: against their group or against this node's own skill. Pure.
 
 The gradient of a worse external answer pushes down text that this node might never write. At tiny scale this hurt
-specialists, and dropping such answers recovered the cost of sharing (docs/swarm.md). Every weight is computed from this
-node's own records: a peer chooses texts, never their weight.
+specialists, and dropping such answers recovered the cost of sharing (docs/guides/swarm.md). Every weight is computed
+from this node's own records: a peer chooses texts, never their weight.
 """
 
 import math
