@@ -1,6 +1,8 @@
-"""Sentences of the documents and summaries of docstrings name the thing, then say what it does.
+"""Pages and code use plain sentences: no relative clause as a subject, at most 25 words, no idiom of the list.
 
-`python tests/house/test_prose.py` lowers the allowance to the truth; with paths it prints their unclear sentences.
+`prose_allowance.txt` has a budget of faults per file, a line each; a missing file has none. Budgets only shrink:
+`python tests/house/test_prose.py` lowers them to the counts of today, and moves the budgets of renamed files. With
+paths it prints the faults of these files.
 """
 
 import ast
@@ -16,6 +18,13 @@ ALLOWANCE = Path(__file__).with_name("prose_allowance.txt")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 MOST_WORDS = 25
 OPENERS = re.compile(r"(What|Who|Whoever|Whatever|Whom|Of|Those|By|The same|That which)\b")
+IDIOMS = re.compile(
+    r"\b(?:(?i:of (?:its|their|one's) own|beside|for ever|told|what (?:it|they) (?:is|are)|whoever|whatever|nobody"
+    r"|anybody)|(?:is|are) none)\b"
+)
+"""Idioms that an engineer seldom writes; the budget leaves room where one is right."""
+SLACK = 3
+"""Faults by which a budget may be above the count, so that mending a sentence needs no other change."""
 GENERATED = re.compile(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", re.DOTALL)
 FENCE = re.compile(r"^( *)```.*?^\1```$", re.MULTILINE | re.DOTALL)
 BREAK = re.compile(r"\n\s*\n|\n(?=\s*(?:[-*+>]|\d+\.)\s)")
@@ -59,12 +68,19 @@ def faults(sentence: str) -> list[str]:
 
 def page_faults(page: str) -> list[str]:
     """Each fault of a page, with the sentence."""
-    return [
+    unclear = [
         f"{fault}: {sentence}"
         for paragraph in prose(page)
         for sentence in sentences(paragraph)
         for fault in faults(sentence)
     ]
+    return unclear + idioms(GENERATED.sub("\n\n", FENCE.sub("\n\n", page)))
+
+
+def idioms(text: str) -> list[str]:
+    """Each idiom of a text, with its line."""
+    lines = [" ".join(line.split()) for line in text.split("\n")]
+    return [f"says {found[0]}: {line}" for line in lines for found in IDIOMS.finditer(line)]
 
 
 def summaries(source: str) -> Iterator[str]:
@@ -79,11 +95,12 @@ def summaries(source: str) -> Iterator[str]:
 
 
 def counted() -> dict[str, list[str]]:
-    """The faults of each page and of each module's docstring summaries, by path; without faults a path is left out."""
+    """The faults of each page, and of each module's docstrings and comments, by path; flawless files are left out."""
     found = {page.relative_to(ROOT).as_posix(): page_faults(page.read_text()) for page in PAGES}
     for path in sorted(SOURCE.rglob("*.py")):
-        wrong = [f"{fault}: {text}" for text in summaries(path.read_text()) for fault in faults(text)]
-        found[path.relative_to(ROOT).as_posix()] = wrong
+        source = path.read_text()
+        wrong = [f"{fault}: {text}" for text in summaries(source) for fault in faults(text)]
+        found[path.relative_to(ROOT).as_posix()] = wrong + idioms(source)
     return {path: wrong for path, wrong in found.items() if wrong}
 
 
@@ -93,15 +110,16 @@ def allowance() -> dict[str, int]:
     return {name: int(number) for name, number in sorted(rows, key=lambda row: -int(row[1]))}  # a merge leaves both
 
 
-def test_no_page_and_no_module_has_more_unclear_sentences_than_its_allowance() -> None:
+def test_no_page_and_no_module_has_more_faults_than_its_budget() -> None:
     allowed = allowance()
-    assert {path: wrong for path, wrong in counted().items() if len(wrong) > allowed.get(path, 0)} == {}
+    over = {path: wrong for path, wrong in counted().items() if len(wrong) > allowed.get(path, 0)}
+    assert over == {}, "for a renamed file, run `python tests/house/test_prose.py`, which moves its budget"
 
 
-def test_no_allowance_is_higher_than_the_truth() -> None:
+def test_no_budget_is_far_above_the_count() -> None:
     found = counted()
-    better = {path for path, most in allowance().items() if len(found.get(path, [])) < most}
-    assert not better, "fewer are left: run `python tests/house/test_prose.py`, which lowers the allowance"
+    high = {path for path, most in allowance().items() if len(found.get(path, [])) < most - SLACK}
+    assert not high, "run `python tests/house/test_prose.py`, which lowers the budgets"
 
 
 def test_the_lint_finds_a_planted_violation_of_each_kind_and_passes_over_code() -> None:
@@ -109,10 +127,13 @@ def test_the_lint_finds_a_planted_violation_of_each_kind_and_passes_over_code() 
     page = (
         f"# What a heading may say\n\nWhoever reads this. A log is\nkept.\n\n- The same once more\n- Of use\n\n"
         f"| What | a table |\n\n    What is code\n\n```sh\nWhat is code\n```\n\n{long}.\n"
-        f"<!-- x:begin -->\nWhat is generated\n<!-- x:end -->\n"
+        f"<!-- x:begin -->\nWhat is generated\n<!-- x:end -->\nA room of its own, beside\nnobody.\n"
     )
     kinds = Counter(fault.partition(":")[0] for fault in page_faults(page))
-    assert kinds == {"begins with Whoever": 1, "begins with The same": 1, "begins with Of": 1, "has 26 words": 1}
+    assert kinds == {
+        **{"begins with Whoever": 1, "begins with The same": 1, "begins with Of": 1, "has 26 words": 1},
+        **{"says Whoever": 1, "says of its own": 1, "says beside": 1, "says nobody": 1},
+    }
 
 
 def test_the_lint_reads_the_docstrings_of_modules_classes_functions_and_constants() -> None:
@@ -124,14 +145,28 @@ def test_the_lint_reads_the_docstrings_of_modules_classes_functions_and_constant
     assert sorted(found) == ["begins with By", "begins with Of", "begins with Who"]
 
 
+def lowered(allowed: dict[str, int], found: dict[str, int], there: set[str]) -> dict[str, int]:
+    """Budgets no higher than the counts; new files share what vanished files had. A budget is raised by hand only."""
+    spare = sum(most for path, most in allowed.items() if path not in there)
+    budgets = {}
+    for path, count in sorted(found.items()):
+        new = path not in allowed
+        budgets[path] = min(count, spare if new else allowed[path])
+        spare -= budgets[path] if new else 0
+    return {path: most for path, most in budgets.items() if most}
+
+
+def test_a_renamed_file_takes_its_budget_along_and_no_budget_rises() -> None:
+    found = {"a": 2, "b": 5, "new": 4, "newer": 3}
+    assert lowered({"a": 3, "b": 4, "gone": 5}, found, {*found}) == {"a": 2, "b": 4, "new": 4, "newer": 1}
+
+
 def write_allowance() -> None:
-    """Lowers each number of the allowance to the truth; a number is raised by hand only, where a review sees it."""
-    allowed = allowance() if ALLOWANCE.exists() else None
-    rows = []
-    for path, wrong in counted().items():
-        if number := len(wrong) if allowed is None else min(len(wrong), allowed.get(path, 0)):
-            rows.append(f"{path} {number}\n")
-    head = "# Sentences of each file that still break the rule of tests/house/test_prose.py. May only shrink.\n"
+    """Lowers the budgets to the counts of today."""
+    found = {path: len(wrong) for path, wrong in counted().items()}
+    there = {path for path in allowance() if (ROOT / path).is_file()} | set(found)
+    rows = [f"{path} {most}\n" for path, most in lowered(allowance(), found, there).items()]
+    head = "# Faults that each file may still have by tests/house/test_prose.py. Budgets only shrink.\n"
     ALLOWANCE.write_text(head + "".join(rows))
 
 
