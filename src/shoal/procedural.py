@@ -179,6 +179,8 @@ def _seeded(receipt: Receipt) -> Any:
     if receipt.dataset in _SEED_USED_AT_CONSTRUCTION:
         return type(dataset)(_settings(receipt.dataset, receipt.config, receipt.seed, receipt.index + 1))
     dataset.seed = dataset.config.seed = receipt.seed
+    # word_ladder refuses items beyond its size, and shrinks when one fails
+    dataset.size = dataset.config.size = receipt.index + 1
     return dataset
 
 

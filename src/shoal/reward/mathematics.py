@@ -29,6 +29,8 @@ MOST_DIGITS = 4300
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|\.[0-9]+"
 _HUGE = re.compile(r"[eE][-+]?[0-9]{4}")
 _LAST_NUMBER = re.compile(rf"(?:(?<![0-9.)])[-+])?(?:{_UNSIGNED})(?:/[0-9]+)?")
+_MEASURED = re.compile(rf"(?<!\^)(?<!\^\{{)(?:{_LAST_NUMBER.pattern})")
+"""Numbers that are no powers of a unit."""
 
 _DELIMITERS = re.compile(r"\\[()\[\]]|\$\$?(?!\d)|\\(?:left|right|[!,;:> ]|displaystyle|limits)(?![A-Za-z])")
 _DELIMITERS_LEFT = re.compile(r"\\(?:left|right|[!,;:> ])(?![A-Za-z])|\$")
@@ -40,7 +42,7 @@ _WORD = (
 )
 _UNIT = re.compile(
     rf"(?<=[\d.}}])(?:\^\{{?\\circ\}}?|\\circ|°"
-    rf"|{_WORD}(?:\s*+/\s*+[A-Za-z]++|\^\{{?+\d\}}?+)*+\.?+|\s[mgshlLNJWV]\b|\s)++$",
+    rf"|{_WORD}(?:\s*+/\s*+[A-Za-z]++|\^\{{?+\d\}}?+)*+\.?+|\sm\^\{{?+[23]\}}?+|\s[mgshlLNJWV]\b|\s)++$",
     re.IGNORECASE,
 )
 """Units behind a number that are no variables: words of three letters and more, known short units, degrees."""
@@ -122,7 +124,7 @@ def _tail(text: str) -> str:
     """All of a number's text but its digits: its unit. Paired dollars are LaTeX's and no currency."""
     if not text.replace("\\$", "").count("$") % 2:
         text = _MARKS.sub(" ", text)
-    text = _LAST_NUMBER.sub(" ", _TEXT.sub(r" \1", _THOUSANDS.sub("", text).replace("\\circ", "°")))
+    text = _MEASURED.sub(" ", _TEXT.sub(r" \1", _THOUSANDS.sub("", text).replace("\\circ", "°")))
     return _COMMAND.sub(" ", text)
 
 
@@ -225,5 +227,11 @@ def _verify(given: str, expected: str, tolerance: float) -> tuple[float, str]:
     if not target:
         return 0.0, f"{UNREAD}no mathematics in the final answer"
     # Its own alarms are off: they count wall time, and a right answer would be wrong on a busy machine.
-    equal = verify(gold, target, timeout_seconds=None, numeric_precision=15 if not tolerance else 6)
+    equal = verify(
+        gold,
+        target,
+        timeout_seconds=None,
+        numeric_precision=15 if not tolerance else 6,
+        allow_set_relation_comp=True,  # an interval and its inequality are equal, whichever the task has
+    )
     return float(equal), "math-verify"

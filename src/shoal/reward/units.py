@@ -3,6 +3,7 @@
 import re
 
 _SYMBOL = re.compile(r"[^\W\d_]+(?:\^\{?[23]\}?|[23²³])?|[$€£°]")
+_POWER = re.compile(r"(.*?)(?:\^?\{?([23²³])\}?)?", re.DOTALL)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SILENT = frozenset(
     {
@@ -10,6 +11,7 @@ _SILENT = frozenset(
         "an",
         "the",
         "of",
+        "per",
         "in",
         "is",
         "are",
@@ -62,6 +64,8 @@ _NAMES = {
     "€": "euro eur",
     "°": "degree circ",
 }
+_COMPOUNDS = {"mph": "mi h", "kmh": "km h", "kph": "km h", "kmph": "km h", "sq": "square", "cu": "cubic"}
+_POWERS = {"2": "square", "3": "cubic", "²": "square", "³": "cubic"}
 _CANONICAL = {other: name for name, others in _NAMES.items() for other in others.split()}
 
 
@@ -70,15 +74,18 @@ def unit_of(text: str) -> tuple[int, frozenset[str]]:
 
     >>> unit_of(" million dollars"), unit_of(" of them") == unit_of("")
     ((1000000, frozenset({'$'})), True)
+    >>> unit_of("mph") == unit_of("miles per hour"), unit_of("m^2") == unit_of("square meters")
+    (True, True)
     """
     scale, words = 1, []
     for symbol in _SYMBOL.findall(text.replace("p.m.", "pm").replace("a.m.", "am").replace("\\$", "$")):
-        word = symbol.casefold()
+        word, power = _POWER.fullmatch(symbol.casefold()).groups()  # type: ignore[union-attr]  # it matches any text
+        words += [_POWERS[power]] if power else []
         singular = word[:-1] if len(word) > 3 and word.endswith("s") else word
         if singular in _SCALES:
             scale *= _SCALES[singular]
         elif word not in _SILENT:
-            words.append(_CANONICAL.get(singular, singular))
+            words += _COMPOUNDS.get(singular, _CANONICAL.get(singular, singular)).split()
     return scale, frozenset(words)
 
 
