@@ -151,7 +151,7 @@ def _config(folder: Path, name: str, url: str) -> Config:
             "train": {"steps": 1_000_000, "groups_per_step": 4, "lr": 1e-5},
             "eval": {"every_steps": 0, "questions": 1},
             "checkpoint": {"every_steps": 1_000_000},
-            "swarm": {"servers": [url], "name": SWARM, "external_groups": 2, "credit": "skill"},
+            "swarm": {"servers": [url], "name": SWARM, "external_groups": 2},
         }
     )
 

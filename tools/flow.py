@@ -121,12 +121,11 @@ swarm.node:Node._verify
     swarm.trust:IngressFilter.refuse
     swarm.trust:IngressFilter.praise
 run.loop:TrainLoop._step
-  swarm.node:Node.choose
-    swarm.node:Node._choose
-      swarm.ready_pool:ReadyPool.choose
-        swarm.strategy:apply_taker
   run.loop:TrainLoop._external_groups
     swarm.node:Node.take
+      swarm.node:Node._choose
+        swarm.ready_pool:ReadyPool.choose
+          swarm.strategy:apply_taker
       swarm.encoding:rollouts_of
   run.loop:TrainLoop._rows
     swarm.external:external_rows

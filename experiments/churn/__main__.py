@@ -244,7 +244,7 @@ class Swarm:
                 "train": {"steps": 1_000_000, "groups_per_step": 2, "lr": 1e-4},
                 "eval": {"every_steps": 0, "questions": 1},
                 "checkpoint": {"every_steps": 20},
-                "swarm": {"servers": self.urls, "external_groups": 2, "credit": "skill_drop"},
+                "swarm": {"servers": self.urls, "external_groups": 2},
             }
         )
         path.write_text(to_toml(settings))

@@ -81,7 +81,7 @@ def glyphs(name: str) -> dict[str, JsonValue]:
 
 def configured(folder: Path, name: str, task: dict[str, JsonValue], steps: int, servers: list[JsonValue]) -> Path:
     """Writes the configuration of a node; without servers it trains alone."""
-    swarm: dict[str, JsonValue] = {"servers": servers, "take": "uniform", "credit": "skill"}
+    swarm: dict[str, JsonValue] = {"servers": servers, "take": "uniform"}
     if servers:
         swarm |= {"external_groups": 8, "reuse": 4, "wait_s": 10.0 if name == "reader" else 0.0}
     config = parse(

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from experiments.grid import Record
 from experiments.sapo_stacked.verdict import WINDOW, moving
 
-COLOURS = {"8/0": "#c5373d", "6/2": "#d9730d", "4/4": "#2563c9", "2/6": "#2a8f5b", "adaptive": "#7a3fb5"}
+COLOURS = {"8/0": "#c5373d", "6/2": "#d9730d", "4/4": "#2563c9", "2/6": "#2a8f5b"}
 
 
 def draw(folder: Path, runs: Mapping[str, Record]) -> None:

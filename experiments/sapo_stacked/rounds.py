@@ -1,6 +1,6 @@
 """One cell: N nodes, round after round of drawing, sharing, taking and learning (algorithm 1 of the paper).
 
-Taking, the adaptive split and advantages are Shoal's own (`swarm.strategy`, `swarm.split`, `train.advantage`). All
+Taking and advantages are Shoal's own (`swarm.strategy`, `trainer.advantage`). All
 nodes speak the same language, so that a peer's text has the peer's tokens; the behaviour is the node itself, so that
 the first and only update of a round has ratio 1. Externals are of the same round; fewer than J informative ones are
 fewer.
@@ -17,7 +17,6 @@ from torch import Tensor
 from experiments.grid import Record
 from experiments.sapo_stacked.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
 from experiments.sapo_stacked.questions import Question, lesson
-from shoal.swarm.external_share import AdaptiveSplit, most_external
 from shoal.swarm.strategy import Candidate, differ, uniform
 from shoal.trainer.advantage import advantages
 from shoal.types import seed_for
@@ -40,14 +39,10 @@ class Cell:
     """Peers' answers are trained as answers to another peer's question, with the rewards of their own."""
     negatives: str = "keep"
     """`drop` leaves out peers' answers that came out worse than their group."""
-    adaptive: bool = False
-    """Each node divides `own` groups by what peers supply, up to `external` of them."""
 
     @classmethod
     def of(cls, name: str) -> "Cell":
-        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-shuffled, 4/4-drop or adaptive."""
-        if name == "adaptive":
-            return cls(8, most_external(8), adaptive=True)
+        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-shuffled or 4/4-drop."""
         counts, _, variant = name.partition("-")
         own, external = map(int, counts.split("/"))
         named = {one: True for one in ("dynamic", "same", "shuffled") if one == variant}
@@ -106,27 +101,18 @@ class Run:
         self._by_task: dict[str, list[Question]] = {}
         for question in sorted(training, key=lambda one: one.task):
             self._by_task.setdefault(question.task, []).append(question)
-        self._splits = [AdaptiveSplit(cell.own, cell.external) for _ in range(scale.nodes)] if cell.adaptive else []
 
     def round(self) -> tuple[list[float], float, float]:
         """Plays one: each node's mean reward in its own groups, how many of these and of peers a node trained with."""
-        cell, nodes = self.cell, self.scale.nodes
-        wanted = [split.external for split in self._splits] or [cell.external] * nodes
-        own = [cell.own - n for n in wanted] if cell.adaptive else [cell.own] * nodes
-        # The nodes are one tensor, so that all draw as many; what one draws beyond its own number is thrown away.
-        count = max(own) * (MOST_DRAWN if cell.dynamic else 1)
+        cell = self.cell
+        count = cell.own * (MOST_DRAWN if cell.dynamic else 1)
         drawn = groups_of(
             self.nodes, [self._questions(rng, count) for rng in self._rngs], self.scale.each, self.generator
         )
-        if not cell.dynamic:
-            drawn = [groups[:n] for groups, n in zip(drawn, own, strict=True)]
-        means = [[fmean(one.rewards) for one in groups[:n]] for groups, n in zip(drawn, own, strict=True)]
-        trained, external = chosen(cell, drawn, wanted, self._taking)
+        trained, external = chosen(cell, drawn, self._taking)
         learn(self.nodes, trained, self.scale.lr)
-        useful = [sum(differ(one.rewards) for one in groups) for groups in drawn]
-        for split, mine, known in zip(self._splits, means, useful, strict=False):
-            split.stepped(mine, sum(useful) - known)
-        return [fmean(mine) for mine in means], fmean(own), external / nodes
+        means = [fmean(fmean(one.rewards) for one in groups[: cell.own]) for groups in drawn]
+        return means, cell.own, external / self.scale.nodes
 
     def _questions(self, rng: random.Random, count: int) -> list[Question]:
         """Of specialties drawn uniformly with replacement."""
@@ -168,9 +154,7 @@ def groups_of(nodes: Nodes, asked: list[list[Question]], each: int, generator: t
     return result
 
 
-def chosen(
-    cell: Cell, drawn: list[list[Group]], wanted: list[int], rng: random.Random
-) -> tuple[list[list[tuple[Group, bool]]], int]:
+def chosen(cell: Cell, drawn: list[list[Group]], rng: random.Random) -> tuple[list[list[tuple[Group, bool]]], int]:
     """For each node the groups that it trains, with whether negatives are dropped, and how many of all are peers'."""
     result, external = [], 0
     for me, groups in enumerate(drawn):
@@ -182,7 +166,7 @@ def chosen(
             Candidate(str(peer), one.question.task, tuple(one.rewards), 0.0, 0, 0, 1.0, newcomer=False)
             for peer, one in others
         ]
-        picked = [others[i][1] for i in uniform(candidates, wanted[me], rng)]
+        picked = [others[i][1] for i in uniform(candidates, cell.external, rng)]
         external += len(picked)
         if cell.shuffled:
             questions = [one.question for one in picked]

@@ -269,11 +269,8 @@ class Swarm(Protocol):
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
 
-    def choose(self) -> int:
-        """Chooses groups of peers for the next step. Returns the number of own groups whose places they take."""
-
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
-        """Encodes the chosen groups under the weights being trained, whose newest Version is `version`."""
+        """Chooses groups and encodes them under the weights being trained, whose newest Version is `version`."""
 
-    def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
+    def stepped(self, external: Sequence[Group]) -> dict[str, float]:
         """Records a step and returns its metrics."""

@@ -284,16 +284,6 @@ class RolloutStatus(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class External:
-    """Figures of this node itself at the time it took a peer's answer."""
-
-    skill: float | None = None
-    """This node's mean reward in such tasks, where that is the baseline."""
-    usual_logprob: float = 0.0
-    """Nats per token of what it sampled itself in such tasks lately; 0 when it sampled nothing yet."""
-
-
-@dataclass(frozen=True, slots=True)
 class Rollout:
     """One generator's whole work on one task. `reason` says why unless the status is `FINISHED`.
 
@@ -307,7 +297,6 @@ class Rollout:
     reward: Reward
     status: RolloutStatus = RolloutStatus.FINISHED
     reason: str = ""
-    external: External | None = None
     """Figures beside a peer's answer; None for an own rollout."""
 
     def __post_init__(self) -> None:

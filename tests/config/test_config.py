@@ -118,14 +118,14 @@ def test_every_section_says_what_it_is_about() -> None:
             "swarm.wait_s: expected more than 0 with swarm.round_offers, whose steps wait for a round, got 0",
         ),
         (
-            'swarm={external_groups = 2, credit = "skill"}',
+            'swarm={external_groups = 2, credit = "group_drop"}',
             "swarm.credit: expected 'group' with train.advantage = 'gae', whose advantages are the critic's, got "
-            "'skill'",
+            "'group_drop'",
         ),
         (
             'train={advantage = "batch", kl = {coefficient = 0.1, where = "reward"}}',
             "swarm.credit: expected 'group' with train.advantage = 'batch', whose advantages come after the KL "
-            "penalty, got 'group_weight'",
+            "penalty, got 'group_drop'",
         ),
         (
             'train={advantage = "batch", dynamic_sampling = true}',

@@ -147,7 +147,7 @@ def test_a_resumed_run_counts_and_replays_what_was_archived(run_dir: Path) -> No
         found = (
             buffer.recovered,
             buffer.counts,
-            (buffer.gate.accepted, buffer.gate.filled, buffer.gate.version),
+            (buffer.gate.accepted, buffer.gate.version),
             steps,
             [await buffer.groups_of(record.step) for record in steps],
             await buffer.steps_after(STEPS - 2),

@@ -308,28 +308,6 @@ def test_a_resumed_run_offers_what_waited_and_ends_what_was_in_flight(tmp_path):
     assert counts.dropped == {"interrupted": 1}
 
 
-def test_places_that_peers_took_let_no_more_own_groups_start_also_after_a_resume(tmp_path):
-    async def first():
-        buffer = open_buffer(tmp_path)
-        await run_group(buffer, "a")
-        buffer.gate.fill(1)
-        assert buffer.gate.capacity == 2 * META.groups_per_step - 2
-        (own,) = await buffer.take(1, 0)
-        await buffer.consumed(0, 0, [own.id], version_after=1, external=[group("x", peer="reef")])
-        buffer.on_loaded(1)
-        room = buffer.gate.capacity
-        await buffer.close()
-        return room
-
-    async def second():
-        buffer = open_buffer(tmp_path, resume=True)
-        room = buffer.gate.capacity
-        await buffer.close()
-        return room
-
-    assert asyncio.run(first()) == asyncio.run(second()) == 3 * META.groups_per_step - 2
-
-
 def test_replayed_groups_equal_those_that_were_trained(tmp_path):
     async def main():
         buffer = open_buffer(tmp_path)

@@ -10,15 +10,13 @@ from shoal.experience.gate import AdmissionGate
 class Run:
     """A run reduced to what the gate sees: groups run, wait, are consumed; versions are published."""
 
-    def __init__(self, max_staleness, groups_per_step, push_every, max_running, fills=(0,)):
+    def __init__(self, max_staleness, groups_per_step, push_every, max_running):
         self.gate = AdmissionGate(
             max_staleness=max_staleness, groups_per_step=groups_per_step, push_every=push_every, max_running=max_running
         )
         self.per_step, self.push_every = groups_per_step, push_every
         self.running, self.waiting, self.consumed = [], [], []  # admitted versions
         self.steps = 0
-        self.fills = fills  # places of each step that peers take, again and again
-        self.begin_step()
 
     def play(self, choice):
         """One event; `choice` says which, among those that can happen."""
@@ -29,7 +27,7 @@ class Run:
             events += [self.finish, self.finish, self.fail]
         if self.waiting:
             events.append(self.drop)
-        if len(self.waiting) >= self.wanted:
+        if len(self.waiting) >= self.per_step:
             events.append(self.train)
         assert events, "deadlock: nothing can happen"
         event, which = events[choice % len(events)], choice // len(events)
@@ -53,17 +51,10 @@ class Run:
     def train(self, _):
         self.waiting.sort()
         version = self.steps // self.push_every
-        self.consumed += [(admitted, version) for admitted in self.waiting[: self.wanted]]
-        del self.waiting[: self.wanted]
+        self.consumed += [(admitted, version) for admitted in self.waiting[: self.per_step]]
+        del self.waiting[: self.per_step]
         self.steps += 1
-        self.begin_step()
         self.gate.on_loaded(self.steps // self.push_every)
-
-    def begin_step(self):
-        """Peers take some places of the next step, as the training loop knows before it publishes."""
-        filled = self.fills[self.steps % len(self.fills)] % self.per_step
-        self.gate.fill(filled)
-        self.wanted = self.per_step - filled
 
 
 @given(
@@ -72,19 +63,18 @@ class Run:
     push_every=st.integers(1, 3),
     max_running=st.integers(1, 12),
     choices=st.lists(st.integers(0, 10_000), max_size=150),
-    fills=st.lists(st.integers(0, 3), min_size=1, max_size=4),
 )
 @settings(max_examples=150, deadline=None)
 def test_no_order_of_events_breaks_the_bound_or_stops_the_run(
-    max_staleness, per_step, push_every, max_running, choices, fills
+    max_staleness, per_step, push_every, max_running, choices
 ):
-    run = Run(max_staleness, per_step, push_every, max_running, fills)
+    run = Run(max_staleness, per_step, push_every, max_running)
     for choice in choices:
         run.play(choice)
         gate = run.gate
         assert 0 <= gate.capacity <= max_running
         assert gate.accepted + gate.running <= (gate.version + max_staleness + 1) * gate.groups_per_version
-        if not run.running and len(run.waiting) < run.wanted:
+        if not run.running and len(run.waiting) < run.per_step:
             assert gate.capacity > 0
     if max_staleness == 0:
         assert all(admitted == version for admitted, version in run.consumed)

@@ -3,21 +3,15 @@
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 from shoal.config import parse
 from shoal.experience.buffer import Buffer
-from shoal.net.identity import Identity
 from shoal.run.loop import TrainLoop
 from shoal.run.run_dir import run_meta
-from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit
-from shoal.swarm.node import Node
-from shoal.swarm.peer import Joined
 from shoal.trainer.packing import even_slices
 from shoal.types import (
     Completion,
-    External,
     FinishReason,
     Group,
     Message,
@@ -35,9 +29,8 @@ OWN, THEIRS = 3, 7
 
 def group(id_: str, token: int) -> Group:
     turn = Turn((1,), Completion((token,), (-1.0,), (0,), FinishReason.STOP))
-    external = External() if token == THEIRS else None
-    rollouts = tuple(Rollout(f"{id_}#{r}", (), (turn,), Reward(r), external=external) for r in (0.0, 1.0))
-    origin = Origin("reef", id_) if external else None
+    rollouts = tuple(Rollout(f"{id_}#{r}", (), (turn,), Reward(r)) for r in (0.0, 1.0))
+    origin = Origin("reef", id_) if token == THEIRS else None
     return Group(id_, Task("t", "gcd", (Message(Role.USER, "?"),)), rollouts, 0, origin)
 
 
@@ -58,23 +51,5 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
         worse = {row.advantages[-1] for group_rows in rows for row in group_rows if row.tokens[-1] == THEIRS}
         assert min(worse) == 0.0 < max(worse)  # credit goes to the groups that are peers', wherever they are
         await buffer.close()
-
-    asyncio.run(main())
-
-
-def test_the_split_of_a_run_that_goes_on_begins_where_it_was(tmp_path: Path) -> None:
-    swarm = {"external_groups": "adaptive", "servers": ["nats://127.0.0.1:4222"]}
-    config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], "swarm": swarm})
-    before = AdaptiveSplit(8, 6)
-    for _ in range(30):
-        before.stepped([0.5] * (8 - before.external), 20.0)
-    (tmp_path / SPLIT_FILE).write_text(before.state())
-
-    async def main() -> None:
-        nothing = cast(Any, None)
-        joined = Joined(MemorySwarm().join(), nothing, Identity.fresh(), tmp_path, config)
-        node = Node(joined, nothing, nothing, 64)
-        assert node.choose() == 0  # nothing is there to be chosen
-        assert node.tally.missing == before.external > 0
 
     asyncio.run(main())

@@ -34,7 +34,7 @@ from shoal.swarm.peer import RETRY_S, Joined, ban_in
 from shoal.swarm.trust import IngressFilter, Recogniser, VerifiedMessage
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
-from shoal.types import External, Group, Split, Task
+from shoal.types import Group, Split, Task
 from until import until
 
 TASKS = [TaskConfig(name="gcd", rewrite=[("Find the Greatest Common Divisor \\(GCD\\) of these numbers: ", "gcd ")])]
@@ -159,24 +159,6 @@ def test_a_resumed_node_takes_nothing_that_it_has_trained_on_before(tmp_path: Pa
     assert after
     assert all(group.external for group in before)
     assert not {group.id for group in before} & {group.id for group in after}
-
-
-def only_truth(task: Task, n: int, rng: object) -> list[str]:
-    return [task.answer or ""]
-
-
-def test_with_its_own_skill_as_the_baseline_a_node_learns_from_a_single_answer(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    with Library(TASKS, 0) as library:
-        own = OwnTasks(library.services)
-        settings = SwarmConfig(external_groups=1, credit="skill")
-        rule = RuleSolver(f"{__name__}:only_truth", 0)
-        found, _, _ = asyncio.run(taken_from(rule, library, own, tmp_path, tiny_model_dir, settings))
-        own.close()
-    (rollout,) = found[0].rollouts
-    assert rollout.reward.value == 1.0
-    assert rollout.external == External(skill=0.5)
 
 
 def test_a_model_behind_an_openai_url_answers() -> None:

@@ -1,13 +1,13 @@
 """Section `[swarm]`: sharing with other nodes."""
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import Field
 
 from shoal.config.section import Section
 
-Credit: TypeAlias = Literal["group", "group_drop", "group_weight", "skill", "skill_drop", "skill_weight"]
-"""Baseline of peers' answers, and the treatment of negative advantages."""
+Credit: TypeAlias = Literal["group", "group_drop"]
+"""Treatment of peers' negative advantages."""
 
 
 class SwarmConfig(Section):
@@ -15,10 +15,11 @@ class SwarmConfig(Section):
 
     servers: list[str] = Field([], description="nats://HOST:PORT or tls://HOST:PORT; any of them will do.")
     name: str = Field("reef", description="Name of the swarm; a node reads frames of its swarm only.")
-    external_groups: Annotated[int, Field(ge=0, le=4096)] | Literal["adaptive"] = Field(
+    external_groups: int = Field(
         0,
-        description="Groups of peers that a step trains besides its own (J), fewer when fewer are there; adaptive: in "
-        "place of its own, up to three quarters, as many as peers supply and while rewards are calm.",
+        ge=0,
+        le=4096,
+        description="Groups of peers that a step trains besides its own (J), fewer when fewer are there.",
     )
     share: str = Field(
         "all",
@@ -30,9 +31,8 @@ class SwarmConfig(Section):
         "15 % at most) or module:function.",
     )
     credit: Credit = Field(
-        "group_weight",
-        description="Baseline of peers' answers: their group, or the node's own mean in such tasks (skill); "
-        "negative advantages as they are (as in SAPO), 0 (drop), or scaled by the text's likelihood (weight).",
+        "group_drop",
+        description="Negative advantages of peers' answers: as they are (`group`, as in SAPO), or 0 (`group_drop`).",
     )
     datasets: Literal["mine", "any"] | list[str] = Field(
         "mine",

@@ -292,9 +292,9 @@ class Buffer:
             self._horizon = seq
         version = last.version_after if last else 0
         with opened.whole() as whole:
-            used, filled = log.count_used(whole, meta.groups_per_step)
+            used = log.count_used(whole)
             counts = read_task_counts(whole)
-        self.gate.recover(version=version, accepted=used + len(self._waiting), filled=filled)
+        self.gate.recover(version=version, accepted=used + len(self._waiting))
         return Recovered(last.step if last else None, version, len(self._waiting), interrupted), counts
 
     def _wake_starters(self) -> None:

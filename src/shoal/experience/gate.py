@@ -20,9 +20,6 @@ class AdmissionGate:
 
     Admission is no bound for `max_staleness` > 0: later groups overtake a slow group, which ages. The bound is the
     check at consumption, in `Buffer.take`.
-
-    Peers' groups may take places of own groups (`fill`), as soon as training knows how many. Training then consumes
-    as many fewer own groups. All above holds with peers' groups counted as accepted and consumed.
     """
 
     def __init__(self, *, max_staleness: int, groups_per_step: int, push_every: int, max_running: int) -> None:
@@ -37,7 +34,6 @@ class AdmissionGate:
         self.version = 0
         self.accepted = 0
         self.running = 0
-        self.filled = 0
 
     @property
     def capacity(self) -> int:
@@ -47,7 +43,7 @@ class AdmissionGate:
     @property
     def budget(self) -> int:
         """Number of groups that may be accepted or running; it grows with the Version."""
-        return (self.version + self.max_staleness + 1) * self.groups_per_version - self.filled
+        return (self.version + self.max_staleness + 1) * self.groups_per_version
 
     def admit(self) -> int:
         """Starts one group and returns its Version of admission."""
@@ -71,16 +67,11 @@ class AdmissionGate:
         assert self.accepted > 0, "a group was dropped that had not been accepted"
         self.accepted -= 1
 
-    def fill(self, groups: int) -> None:
-        """Notes that a step will consume so many fewer of the groups that pass this gate."""
-        assert 0 <= groups < self.groups_per_version, f"{groups} places were filled of {self.groups_per_version}"
-        self.filled += groups
-
     def on_loaded(self, version: int) -> None:
         """Notes that every engine serves `version`."""
         assert version >= self.version, f"version {version} was loaded after {self.version}"
         self.version = version
 
-    def recover(self, *, version: int, accepted: int, filled: int = 0) -> None:
+    def recover(self, *, version: int, accepted: int) -> None:
         """Starts counting at a run's last end: nothing runs, `accepted` groups are consumed or waiting."""
-        self.version, self.accepted, self.running, self.filled = version, accepted, 0, filled
+        self.version, self.accepted, self.running = version, accepted, 0

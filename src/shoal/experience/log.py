@@ -320,17 +320,10 @@ def _groups(connection: sqlite3.Connection, which: str, *values: int) -> Iterato
         yield seq, Group(group_id, wire.decode(task, Task, BODY_BYTES), rollouts, version, origin)
 
 
-def count_used(connection: sqlite3.Connection, groups_per_step: int) -> tuple[int, int]:
-    """Number of groups that passed the gate and were trained on, and of peers' groups trained in place of own groups.
-
-    Peers' groups have places where a step had fewer own groups than its number.
-    """
-    query = (
-        "SELECT COALESCE(SUM(own), 0), COALESCE(SUM(MIN(foreign_ones, MAX(0, ? - own))), 0) FROM (SELECT "
-        f"SUM(peer_id IS NOT NULL) AS foreign_ones, SUM(peer_id IS NULL) AS own FROM {CONSUMED_OF} GROUP BY step)"
-    )
-    used, filled = connection.execute(query, (groups_per_step,)).fetchone()
-    return used, filled
+def count_used(connection: sqlite3.Connection) -> int:
+    """Number of groups that passed the gate and were trained on: all but peers'."""
+    (used,) = connection.execute(f"SELECT COUNT(*) FROM {CONSUMED_OF} WHERE peer_id IS NULL").fetchone()
+    return int(used)
 
 
 def read_steps(connection: sqlite3.Connection, after: int = -1) -> list[StepRecord]:

@@ -215,11 +215,9 @@ class TrainLoop:
     async def _step(self, step: int, *, new_version: bool) -> None:
         parts, version, train = self._parts, self.version, self._config.train
         take = informative_groups if train.dynamic_sampling else Buffer.take
-        places = parts.swarm.choose() if parts.swarm else 0
-        parts.buffer.gate.fill(places)
         with self._waiting("groups_wait_s"):
             async with asyncio.TaskGroup() as both:
-                taking = both.create_task(take(parts.buffer, train.groups_per_step - places, version))
+                taking = both.create_task(take(parts.buffer, train.groups_per_step, version))
                 # While the step waits for groups of its own, the trainer is free to encode those of peers.
                 encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
@@ -248,7 +246,7 @@ class TrainLoop:
         if parts.teacher is not None:
             values |= parts.teacher.values
         if parts.swarm is not None:
-            values |= parts.swarm.stepped(groups, external)
+            values |= parts.swarm.stepped(external)
         parts.trackers.log(step + 1, values)
         if self._config.train.teacher is None and self.learning.stepped([*groups, *external]):
             self._warn("cannot_learn", step, self.learning.warning)
@@ -284,7 +282,7 @@ class TrainLoop:
         late_tokens: Counter[str] = Counter()
         for group in groups:
             if group.external:
-                rows[group.id] = external_rows(group, rows[group.id], config.swarm.credit)
+                rows[group.id] = external_rows(rows[group.id], config.swarm.credit)
             if config.asynchrony.late == "mask_tokens":
                 rows[group.id], late = mask_tokens(rows[group.id], version - config.asynchrony.max_staleness)
                 late_tokens[group.task.service] += late

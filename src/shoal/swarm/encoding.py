@@ -19,7 +19,7 @@ from shoal.swarm.offer import Course, OfferedRollout
 from shoal.swarm.refusals import Reason
 from shoal.swarm.trust import VerifiedMessage
 from shoal.turn_tree import prompt_ids, turns_of_rows
-from shoal.types import Completion, External, FinishReason, Message, Reward, Role, Rollout, Task, Turn
+from shoal.types import Completion, FinishReason, Message, Reward, Role, Rollout, Task, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +152,17 @@ def _completion(ids: Sequence[int] | None, complete: bool, renderer: Renderer) -
 
 
 def rollouts_of(
-    source: Encoded, rewards: Sequence[Reward], logprobs: Iterator[Sequence[float]], version: int, external: External
+    source: Encoded, rewards: Sequence[Reward], logprobs: Iterator[Sequence[float]], version: int
 ) -> tuple[Rollout, ...]:
     """Builds rollouts of the kept answers as if this node had sampled them under `version`.
 
     `rewards` are the node's own, one per kept rollout. `logprobs` are the node's own too, one list per row of the
     source: nats at the rollout temperature, for every token of a row but the first. The behaviour policy is therefore
-    the node at the time of encoding. The log keeps `external`.
+    the node at the time of encoding.
     """
     rollouts, task = list[Rollout](), source.task
     for encoded, reward in zip(source.kept, rewards, strict=True):
         turns = encoded.sampled_under(version, [next(logprobs) for _ in encoded.rows])
         messages, id_ = (*task.messages, *encoded.messages), f"{task.id}#{len(rollouts)}"
-        rollouts.append(Rollout(id_, messages, turns, reward, external=external))
+        rollouts.append(Rollout(id_, messages, turns, reward))
     return tuple(rollouts)

@@ -1,4 +1,4 @@
-"""A node shares and takes groups of a swarm, beside the buffer of its training run.
+"""A node shares groups of its training run with a swarm, and takes groups of peers.
 
     listen   consumes frames of the exchange; the ingress filter admits them; fills `pending`
     verify   consumes `pending`: matches an own task, encodes the text, scores the answers; fills `ready`
@@ -28,8 +28,6 @@ from shoal.interfaces import Logprobs, Renderer, Scorer
 from shoal.swarm.contents import Contents
 from shoal.swarm.encoding import ReadyOffer, rollouts_of
 from shoal.swarm.envelope import Kind
-from shoal.swarm.external import OwnRecord
-from shoal.swarm.external_share import SPLIT_FILE, AdaptiveSplit, most_external
 from shoal.swarm.offer import MAX_WANTED, Offer, Want
 from shoal.swarm.offer_reading import OfferReader, limits_of
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
@@ -37,9 +35,9 @@ from shoal.swarm.pending import PendingOffers
 from shoal.swarm.rates import Recent
 from shoal.swarm.ready_pool import ReadyPool
 from shoal.swarm.refusals import LIES, Reason
-from shoal.swarm.rounds import Rounds, Supply
+from shoal.swarm.rounds import Rounds
 from shoal.swarm.sharing import Outbox
-from shoal.swarm.strategy import Candidate, sharer_of, taker_of
+from shoal.swarm.strategy import Candidate, differ, sharer_of, taker_of
 from shoal.swarm.trust import VerifiedMessage
 from shoal.types import Group, Origin, seed_for
 
@@ -56,6 +54,8 @@ KNOWN_FILE = "known.txt"
 """File in a node's folder with the established peers, for its next process; people may add to it in between."""
 READY_PER_GROUP = 8
 """Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
+NEED_DECAY = 0.95
+"""Weight of the past in a task's mean reward, per own group."""
 STATUS_PEERS = 256
 """Peers in the status: the most taken."""
 
@@ -85,13 +85,6 @@ class Node(Peer):
         self.tally: NodeCounts = NodeCounts()
         self._settings = settings
         self._newcomer_rest = 0.0 if settings.take == "uniform" else NEWCOMER_REST
-        groups, self._split = config.train.groups_per_step, None
-        if settings.external_groups == "adaptive":
-            self._most_wanted = most_external(groups)
-            self._split = AdaptiveSplit(groups, self._most_wanted, settings.reuse)
-            self._split.restore(self.remembered(SPLIT_FILE))
-        else:
-            self._most_wanted = settings.external_groups
         self._rng = random.Random(seed_for("swarm", config.seed, self.peer_id))
         self._reader = OfferReader(joined.own, scorer, renderer, limits_of(config, max_model_len), self._rng, threads)
         model = Path(config.model.path).name or "model"
@@ -99,13 +92,15 @@ class Node(Peer):
         self._taker = taker_of(settings.take)
         self._pending = PendingOffers()
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again
-        self._pool = ReadyPool(max(READY_PER_GROUP * self._most_wanted, settings.round_offers), self._is_newcomer)
-        self._chosen: list[ReadyOffer] | None = None
+        self._pool = ReadyPool(
+            max(READY_PER_GROUP * settings.external_groups, settings.round_offers), self._is_newcomer
+        )
         self._taken: Recent[str, None] = Recent(MOST_TAKEN)
         """Ids of messages that are or were ready, newest last; none is taken twice."""
         self._taken.update((group.origin.message_id, None) for group in trained if group.origin)
-        self._contents, self._record = Contents(trained), OwnRecord(settings.credit)
-        self._rounds, self._supply = Rounds(settings.round_offers, groups), Supply(groups)
+        self._contents = Contents(trained)
+        self._rewards: dict[str, float] = {}  # mean of each task, over this node's groups
+        self._rounds = Rounds(settings.round_offers, config.train.groups_per_step)
         self._work, self._arrived = asyncio.Event(), asyncio.Event()
         self._before = self._totals()
         for peer_id in self.remembered(KNOWN_FILE).split():
@@ -113,34 +108,32 @@ class Node(Peer):
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
-        self._record.add(group)
+        service, rewards = group.task.service, [rollout.reward.value for rollout in group.finished]
+        if rewards:
+            mean = fmean(rewards)
+            self._rewards[service] = NEED_DECAY * self._rewards.get(service, mean) + (1 - NEED_DECAY) * mean
         self._contents.own(group)
         self.tally.unsent += self._outbox.put(group, self._wanted(), self._clock())
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
-        """Encodes the chosen offers as groups under the weights being trained; `version` is their newest Version."""
-        if self._chosen is None:
+        """Encodes chosen offers as groups under the weights being trained; `version` is their newest Version."""
+        if self._settings.wait_s:
             await self._enough()
-            self._choose()
-        chosen, self._chosen = self._chosen or [], None
+        chosen = self._choose()
         if not chosen:
             return []
         own = iter(await logprobs([row for one in chosen for row in one.source.rows]))
         groups = []
         for ready in chosen:
-            message, source, external = ready.message, ready.source, self._record.external(ready.source.task.service)
-            rollouts = rollouts_of(source, ready.rewards, own, version, external)
+            message, source = ready.message, ready.source
+            rollouts = rollouts_of(source, ready.rewards, own, version)
             origin = Origin(message.peer_id, message.id)
             groups.append(Group(f"{message.id}/{ready.uses}", source.task, rollouts, version, origin))
         self.tally.taken += len(groups)
         return groups
 
-    def stepped(self, own: Sequence[Group], external: Sequence[Group]) -> dict[str, float]:
+    def stepped(self, external: Sequence[Group]) -> dict[str, float]:
         """Records a step and returns its metrics."""
-        if self._split is not None:
-            rewards_of = [fmean(one.reward.value for one in group.finished) for group in own]
-            self._split.stepped(rewards_of, self._supply.stepped())
-            self.remember(SPLIT_FILE, self._split.state())
         before, self._before = self._before, self._totals()
         rewards = [rollout.reward.value for group in external for rollout in group.finished]
         return {
@@ -197,13 +190,11 @@ class Node(Peer):
         await self.beside(verifying=self._verify(), sharing=self._share())
 
     def _receive(self, message: VerifiedMessage, offer: Offer) -> None:
-        if not self._most_wanted:
+        if not self._settings.external_groups:
             return  # this node only gives
         if message.id in self._taken or message.id in self._pending:
             self.ingress.refuse(message.peer_id, Reason.REPLAYED)  # a resumed run, or a forgotten author
             return
-        if not self._is_newcomer(message.peer_id):
-            self._supply.received(message.peer_id)
         for crowded_out in self._pending.add(message, offer, self._is_newcomer):
             self.ingress.refuse(crowded_out, Reason.CROWDED)
             self._rounds.read(crowded_out)
@@ -235,7 +226,6 @@ class Node(Peer):
 
     def _settle(self, message: VerifiedMessage, found: ReadyOffer | Reason) -> None:
         """Keeps an offer that can be trained on, and adds the result to its author's record."""
-        self._supply.decided(isinstance(found, ReadyOffer))  # a newcomer's too: a full pool verifies no more
         if isinstance(found, Reason):
             self.ingress.refuse(message.peer_id, found)
             if found in LIES:
@@ -261,7 +251,7 @@ class Node(Peer):
         if isinstance(read, Reason):
             return read
         source, refused = read
-        if len(source.kept) < (2 if self._record.skill(source.task.service) is None else 1):
+        if len(source.kept) < 2:
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.ingress.refused.update(refused)
         since_s = asyncio.get_running_loop().time() - self.fresh_s
@@ -270,19 +260,9 @@ class Node(Peer):
         rewards = await self._reader.score(source)
         if isinstance(rewards, Reason):
             return rewards
-        if not self._record.teaches(source.task.service, rewards):
+        if not differ([reward.value for reward in rewards]):
             return Reason.UNINFORMATIVE
         return ReadyOffer(message, source, rewards)
-
-    def choose(self) -> int:
-        """Chooses the next step's offers by the taker; those used up leave the store.
-
-        Returns the number of own groups whose places they take: none without an adaptive split. A step that waits for
-        its groups chooses them when it takes them.
-        """
-        if self._settings.wait_s and self._split is None:
-            return 0
-        return self._choose()
 
     async def _enough(self) -> None:
         """Waits until a step has the offers that it wants, for `swarm.wait_s` at most."""
@@ -298,25 +278,26 @@ class Node(Peer):
         """Whether all offers of the round were read; without rounds, whether as many are ready as a step wants."""
         if self._settings.round_offers:
             return self._rounds.whole
-        return self.ready >= self._most_wanted
+        return self.ready >= self._settings.external_groups
 
-    def _choose(self) -> int:
-        wanted = self._split.external if self._split else self._most_wanted
+    def _choose(self) -> list[ReadyOffer]:
+        """Chooses a step's offers by the taker; those used up leave the pool."""
+        wanted = self._settings.external_groups
         self._drop_useless()
-        self._chosen = self._pool.choose(self._taker, wanted, self._rng, self._candidate)
+        chosen = self._pool.choose(self._taker, wanted, self._rng, self._candidate)
         self._rounds.next()
         once = self._settings.round_offers > 0
         self._pool.offers = [one for one in self._pool.offers if not once and one.uses < self._settings.reuse]
         self._work.set()
-        self.tally.missing += wanted - len(self._chosen)
-        return len(self._chosen) if self._split else 0
+        self.tally.missing += wanted - len(chosen)
+        return chosen
 
     def _candidate(self, ready: ReadyOffer) -> Candidate:
-        peer_id, service = ready.message.peer_id, ready.source.task.service
+        peer_id = ready.message.peer_id
         return Candidate(
             peer_id=peer_id,
-            service=service,
-            rewards=self._record.compared(service, ready.rewards),
+            service=ready.source.task.service,
+            rewards=tuple(reward.value for reward in ready.rewards),
             age_s=max(0.0, self._clock() - ready.message.sent_s),
             uses=ready.uses,
             author_uses=self._pool.uses.get(peer_id, 0),
@@ -344,7 +325,7 @@ class Node(Peer):
         """Sends this node's wants, and writes down who is established."""
         if established := self.ingress.established:
             self.remember(KNOWN_FILE, "\n".join(established))
-        needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._record.rewards.items())
+        needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
         if needs and self.connected:
             want = wire.encode(Want(needs[:MAX_WANTED]))
             await self._send(Kind.WANT, want, self._clock() + RETRY_S)

@@ -1,11 +1,8 @@
-"""Counts of what peers send, bounded by author: rounds of a swarm, and the supply of the adaptive split. Pure.
+"""Rounds of a swarm: counts of what peers send, bounded by author. Pure.
 
 A peer counts with as many offers per step as this node has groups, however many it sends.
 """
 
-from collections import Counter
-
-from shoal.swarm.external import NEED_DECAY
 from shoal.swarm.rates import Recent
 
 MOST_COUNTED = 4096
@@ -41,28 +38,3 @@ class Rounds:
         self._awaited += self._offers
         for author, left in self._left.items():
             dict.__setitem__(self._left, author, min(left + self._per_author, 2 * self._per_author))
-
-
-class Supply:
-    """Useful offers of established peers since the last step, as measured by the share of those verified."""
-
-    def __init__(self, per_author: int) -> None:
-        self._per_author = per_author
-        self._sent: Counter[str] = Counter()
-        self._decided, self._useful = 0.0, 0.0  # offers, with `NEED_DECAY` for each that came since
-
-    def received(self, author: str) -> None:
-        """Counts an offer that came."""
-        self._sent[author] = min(self._sent[author] + 1, self._per_author)
-
-    def decided(self, useful: bool) -> None:
-        """Counts an offer that was verified."""
-        self._decided = NEED_DECAY * self._decided + 1
-        self._useful = NEED_DECAY * self._useful + useful
-
-    def stepped(self) -> float:
-        """Useful offers since the last step; they count once the use of any is known."""
-        if not self._decided:
-            return 0.0
-        sent, self._sent = self._sent.total(), Counter()
-        return sent * self._useful / self._decided

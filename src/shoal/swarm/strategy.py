@@ -54,10 +54,7 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A verified offer that may be taken, with this node's own rewards.
-
-    With a `swarm.credit` of `skill`, the last reward is this node's own mean in such tasks.
-    """
+    """A verified offer that may be taken, with this node's own rewards."""
 
     peer_id: str
     service: str
