@@ -102,7 +102,7 @@ harnesses: $(VENV)/dev-installed
 
 # Trackers of other projects, with their stores on this machine.
 trackers: $(VENV)/dev-installed
-	test -d $(VENV)-trackers || { $(PYTHON) -m venv $(VENV)-trackers && $(VENV)-trackers/bin/python -m pip install $(PIP_ARGS) tensorboard wandb trackio mlflow-skinny aim opentelemetry-sdk opentelemetry-exporter-otlp-proto-http; }
+	test -d $(VENV)-trackers || { $(PYTHON) -m venv $(VENV)-trackers && $(VENV)-trackers/bin/python -m pip install $(PIP_ARGS) tensorboard wandb mlflow-skinny pandas; }
 	SHOAL_TRACKERS_PYTHON="$(CURDIR)/$(VENV)-trackers/bin/python" $(BIN)/python -m pytest -v tests/observe/test_trackers.py
 
 # From a fresh installation to the worst answer of the last step, in a browser and without docs: under two minutes.

@@ -203,7 +203,7 @@ CASES = [
     of_arguments("train", "FOLDER/config.toml", "--dry-run", f"--model.path=/{LONG}", names=LONG),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--model.device=cuda", names="model.device"),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--engine.gpus=[0]", names="engine.gpus"),
-    of_arguments("train", "FOLDER/config.toml", "--dry-run", "--metrics.wandb_project=x", names="wandb"),
+    of_arguments("train", "FOLDER/config.toml", "--dry-run", '--metrics.trackers=["wandb:x"]', names="wandb"),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--engine.max_model_len=100000", names="max_model_len"),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--rollout.max_tokens=300", names="rollout.max_tokens"),
     of_arguments("train", "FOLDER/config.toml", "--dry-run", "--rollout.group_size=1", names="rollout.group_size"),

@@ -1,4 +1,4 @@
-"""Trackers of other projects, with the real libraries and their stores on this machine, and spans to a real receiver.
+"""Trackers of other projects, with the real libraries and their stores on this machine.
 
 Their packages are in an environment of their own, which `make trackers` makes: what they pin is not what Shoal pins.
 """
@@ -7,9 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -33,8 +30,7 @@ from shoal.config import MetricsConfig
 from shoal.observe.metrics import trackers_of
 
 run_dir, kind, first = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-wanted = {"tensorboard": True} if kind == "tensorboard" else {"trackers": [f"{kind}:project"]}
-trackers = trackers_of(MetricsConfig(**wanted), run_dir)
+trackers = trackers_of(MetricsConfig(trackers=[f"{kind}:project"]), run_dir)
 for step in (first, first + 1):
     trackers.log(step, {"reward": step / 10, "reward/chain_sum": 0.5})
 asked = {"number": 0, "task": "chain_sum", "question": "1 + 1", "truth": "2"}
@@ -64,28 +60,6 @@ config = json.loads(Path(client.download_artifacts(run.info.run_id, "config.json
 table = json.loads(Path(client.download_artifacts(run.info.run_id, "completions.json")).read_text())
 found = {"status": run.info.status, "steps": steps, "lr": config["train.lr"], "answers": len(table["data"])}
 """,
-    "aim": """
-import aim
-from aim.storage.context import Context
-known = json.loads((run_dir / "trackers.json").read_text())["aim"]
-quiet = {"system_tracking_interval": None, "capture_terminal_logs": False}
-run = aim.Run(known, repo=str(run_dir.parent), **quiet)  # what no index has yet only the run itself can read
-rows = run.get_metric("reward", Context({})).dataframe()
-texts = run.get_text_sequence("completions", Context({})).values.sparse_list()[1]
-pairs, lr = list(zip(rows["step"].tolist(), rows["value"].tolist())), run["config"]["train.lr"]
-found = {"status": "FINISHED", "steps": pairs, "lr": lr, "answers": len(texts)}
-""",
-    "trackio": """
-import trackio
-from trackio.sqlite_storage import SQLiteStorage
-names = SQLiteStorage.get_runs("project")
-assert names == [run_dir.name], names
-rows = SQLiteStorage.get_logs("project", run_dir.name)
-steps = [(row["step"], row["reward"]) for row in rows if "reward" in row]
-config = SQLiteStorage.get_run_config("project", run_dir.name)
-answers = sum("completions" in row for row in rows)
-found = {"status": "FINISHED", "steps": steps, "lr": config["train.lr"], "answers": answers}
-""",
 }
 
 
@@ -108,9 +82,7 @@ def python(code: str, folder: Path, *arguments: str) -> str:
         **os.environ,
         "MLFLOW_TRACKING_URI": (folder / "mlruns").as_uri(),
         "MLFLOW_ALLOW_FILE_STORE": "true",
-        "TRACKIO_DIR": str(folder / "trackio"),
         "WANDB_MODE": "offline",
-        "AIM_ACCESS_LOG": "0",
     }
     whole = code.replace("OTHERS", repr(of_others()))
     done = subprocess.run(
@@ -153,83 +125,12 @@ def test_wandb_gets_its_id_back_when_the_run_goes_on(tmp_path: Path) -> None:
     assert list((run_dir / "wandb").rglob("completions_*.table.json"))
 
 
-@pytest.fixture
-def receiver() -> Iterator[tuple[str, list[bytes], threading.Event]]:
-    """An OTLP receiver over HTTP: its URL, the bodies that came, and an event for the first."""
-    bodies: list[bytes] = []
-    came = threading.Event()
-
-    class Receiver(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            bodies.append(self.rfile.read(int(self.headers["content-length"])))
-            assert self.path == "/v1/traces"
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
-            came.set()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", bodies, came
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-SPANS = """
-import sys
-sys.path += OTHERS
-from shoal.observe.spans import SpanListener
-listener = SpanListener(sys.argv[1], "first")
-listener({"kind": "step", "step": 1, "time_s": 10.0, "train_s": 1.0})
-waits = {"groups_wait_s": 2.0, "train_s": 1.5, "engine_busy": 0.5}
-listener({"kind": "step", "step": 2, "time_s": 14.0, "reward": 0.5, **waits})
-listener({"kind": "event", "name": "engine_lost", "time_s": 14.5})
-listener.close()
-"""
-DECODE = """
-import json, sys
-sys.path += OTHERS
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-spans = []
-for path in sys.argv[1:]:
-    request = ExportTraceServiceRequest.FromString(open(path, "rb").read())
-    for resource in request.resource_spans:
-        named = {one.key: one.value.string_value for one in resource.resource.attributes}
-        for scope in resource.scope_spans:
-            for span in scope.spans:
-                length_s = (span.end_time_unix_nano - span.start_time_unix_nano) / 1e9
-                spans.append([span.name, length_s, bool(span.parent_span_id), named["shoal.run"]])
-print("FOUND" + json.dumps(spans))
-"""
-
-
-@needs_trackers
-def test_spans_reach_a_receiver_with_who_worked_and_waited(
-    receiver: tuple[str, list[bytes], threading.Event], tmp_path: Path
-) -> None:
-    url, bodies, came = receiver
-    python(SPANS, tmp_path, url)
-    assert came.wait(30)
-    paths = []
-    for i, body in enumerate(bodies):
-        (tmp_path / f"{i}.pb").write_bytes(body)
-        paths.append(str(tmp_path / f"{i}.pb"))
-    spans = {name: rest for name, *rest in json.loads(python(DECODE, tmp_path, *paths).partition("FOUND")[2])}
-    assert spans["step"] == [pytest.approx(4.0), False, "first"]
-    assert spans["trainer: waits for groups"] == [pytest.approx(2.0), True, "first"]
-    assert spans["trainer: trains"][0] == pytest.approx(1.5)
-    assert spans["engine_lost"] == [0.0, False, "first"]
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
         ({"trackers": ["comet:x"]}, "comet"),
         ({"trackers": ["mlflow"]}, "KIND:NAME"),
+        ({"trackers": ["no_such_module:opened"]}, "no_such_module"),
         *(({"trackers": [f"{kind}:x"]}, rf"shoal\[{kind}\]") for kind in KINDS if find_spec(kind) is None),
     ],
 )
@@ -239,6 +140,37 @@ def test_a_tracker_that_cannot_be_had_is_named_before_the_run(
     config = parse({"tasks": [{"name": "chain_sum"}], "run_dir": str(tmp_path / "run"), "metrics": settings})
     with pytest.raises(ConfigError, match=named):
         check_start(config)
+
+
+OWN = """
+import json
+
+class Opened:
+    def __init__(self, run):
+        self._file, self._lr = open(run.run_dir / "own.jsonl", "a"), run.settings["train.lr"]
+
+    def log(self, step, values):
+        self._file.write(json.dumps([self._lr, step, values["reward"]]) + chr(10))
+
+    def log_answers(self, step, answers):
+        self._file.write(json.dumps([step, answers[0]["answer"]]) + chr(10))
+
+    def close(self):
+        self._file.close()
+"""
+
+
+def test_a_users_function_opens_a_tracker_of_any_kind(tmp_path: Path) -> None:
+    run_dir = run_dir_in(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    trackers = trackers_of(MetricsConfig(trackers=[f"{tmp_path / 'own.py'}:Opened"]), run_dir)
+    trackers.log(1, {"reward": 0.5})
+    trackers.log_answers(1, [{"answer": "two"}])
+    trackers.close()
+    assert [json.loads(line) for line in (run_dir / "own.jsonl").read_text().splitlines()] == [
+        [0.125, 1, 0.5],
+        [1, "two"],
+    ]
 
 
 def test_no_tracker_is_opened_unless_it_is_asked_for(tmp_path: Path) -> None:

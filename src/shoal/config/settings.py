@@ -187,12 +187,10 @@ class MetricsConfig(Section):
     """Where numbers go besides metrics.jsonl."""
 
     prometheus_port: int | None = Field(None, ge=0, le=65535, description="Serve /metrics on loopback; 0 picks a port.")
-    tensorboard: bool = Field(False, description="Write event files (needs the `tensorboard` extra).")
-    wandb_project: str | None = Field(None, description="Log to Weights & Biases (needs the `wandb` extra).")
     trackers: list[str] = Field(
-        [], description="More trackers as KIND:NAME, KIND one of wandb, trackio, mlflow, aim, which are extras."
+        [],
+        description="Trackers: tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that name) or module:function.",
     )
-    otlp: str | None = Field(None, description="Send OpenTelemetry spans to http://HOST:PORT (needs the `otlp` extra).")
 
 
 class StageConfig(Section):

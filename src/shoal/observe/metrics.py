@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from shoal.config import MetricsConfig
 from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError, without_credentials
-from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker, tensorboard_tracker
+from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker
 from shoal.trainer.messages import STATS_MEANINGS
 
 WARNINGS = frozenset(
@@ -349,10 +349,6 @@ def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Call
         if settings.prometheus_port is not None:
             others.append(PrometheusTracker(settings.prometheus_port))
         tracked = TrackedRun(run_dir, _settings_of(run_dir))
-        if settings.tensorboard:
-            others.append(tensorboard_tracker(tracked))
-        if settings.wandb_project is not None:
-            others.append(other_tracker(f"wandb:{settings.wandb_project}", tracked, "metrics.wandb_project"))
         for text in settings.trackers:
             others.append(other_tracker(text, tracked))
         return Trackers(JsonlTracker(run_dir / "metrics.jsonl"), others, listeners)

@@ -1,7 +1,9 @@
-"""Trackers of other projects: TensorBoard, W&B, trackio, MLflow and Aim. Each gets numbers, settings and answers.
+"""Trackers of other projects: TensorBoard, W&B and MLflow. Each gets numbers, settings and answers.
 
-A run keeps its id at each tracker in trackers.json, so that a resumed run goes on in the same place. Where a tracker
-keeps what it gets is its own matter: its environment variables apply.
+A user's `module:function` opens any other: it gets the `TrackedRun` and returns an `OtherTracker`.
+
+A run keeps its id at each tracker in trackers.json, so that a resumed run goes on in the same place. Each
+tracker's own environment variables say where it stores what it gets.
 """
 
 import json
@@ -9,11 +11,13 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from shoal.errors import ConfigError, RunDirError, expected_one_of
+from shoal.errors import ConfigError, RunDirError, did_you_mean, expected_one_of
 from shoal.files import replaced
+from shoal.plugins import own_code
 
 IDS = "trackers.json"
 KNOWN = (bool, int, float, str)
@@ -70,7 +74,7 @@ class TensorBoardTracker:
     Settings are hyperparameters, and answers texts in a table. Files of a resumed run go on at its steps.
     """
 
-    def __init__(self, run: TrackedRun) -> None:
+    def __init__(self, _: str, run: TrackedRun) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
         from tensorboard.plugins.text.metadata import create_summary_metadata
@@ -131,34 +135,6 @@ class WandbTracker:
         self._run.finish()
 
 
-class TrackioTracker:
-    """Tracker that logs to a trackio project on this machine; TRACKIO_DIR says where."""
-
-    def __init__(self, project: str, run: TrackedRun) -> None:
-        import trackio
-
-        self._trackio = trackio
-        name = run.known("trackio") or run.name
-        trackio.init(project=project, name=name, config=dict(run.settings), resume="allow", embed=False)
-        run.keep("trackio", name)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the values of one step."""
-        self._trackio.log(dict(values), step=step)
-
-    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
-        """Logs a table."""
-        import pandas as pd
-
-        columns, rows = _table(step, answers)
-        table = self._trackio.Table(dataframe=pd.DataFrame(rows, columns=columns))
-        self._trackio.log({"completions": table}, step=step)
-
-    def close(self) -> None:
-        """Writes all pending values."""
-        self._trackio.finish()
-
-
 class MlflowTracker:
     """Tracker that logs to an MLflow experiment; MLFLOW_TRACKING_URI says where."""
 
@@ -196,81 +172,41 @@ class MlflowTracker:
         self._client.set_terminated(self._id)
 
 
-class AimTracker:
-    """Tracker that logs to an Aim experiment, in the repository beside the run's folder."""
-
-    def __init__(self, experiment: str, run: TrackedRun) -> None:
-        import aim
-
-        self._aim, before = aim, run.known("aim")
-        repo = str(run.run_dir.resolve().parent)
-        self._run = aim.Run(
-            run_hash=before,
-            repo=repo,
-            experiment=experiment,
-            system_tracking_interval=None,
-            capture_terminal_logs=False,
-        )
-        run.keep("aim", self._run.hash)
-        self._run.name = run.name
-        self._run["config"] = dict(run.settings)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs the values of one step."""
-        for name, value in values.items():
-            self._run.track(value, name=name, step=step)
-
-    def log_answers(self, step: int, answers: Sequence[Answer]) -> None:
-        """Logs each answer as a text, with its number, question and reward."""
-        columns, rows = _table(step, answers)
-        texts = ["\n".join(f"{name}: {value}" for name, value in zip(columns, row, strict=True)) for row in rows]
-        self._run.track([self._aim.Text(text) for text in texts], name="completions", step=step)
-
-    def close(self) -> None:
-        """Writes all pending values."""
-        self._run.close()
-
-
 KINDS: Mapping[str, Callable[[str, TrackedRun], OtherTracker]] = {
+    "tensorboard": TensorBoardTracker,
     "wandb": WandbTracker,
-    "trackio": TrackioTracker,
     "mlflow": MlflowTracker,
-    "aim": AimTracker,
 }
-"""Trackers by the name that their package and the extra which brings it have too."""
+"""Trackers by the name of their package, which is also the name of the extra that brings it."""
 
 
-def kind_and_name(text: str) -> tuple[str, str]:
-    """Kind and name of a text KIND:NAME, such as `mlflow:my-project`. Raises `ConfigError`."""
+def checked_tracker(text: str) -> str:
+    """The kind in KIND:NAME; empty for a user's function. Raises `ConfigError` for what is neither."""
     kind, _, name = text.partition(":")
     if kind not in KINDS:
-        raise ConfigError(f"metrics.trackers: KIND of KIND:NAME: {expected_one_of(KINDS, kind)}")
-    if not name:
+        if not name or (did_you_mean(kind, KINDS) and find_spec(kind) is None):
+            raise ConfigError(f"metrics.trackers: {expected_one_of(KINDS, kind, ' or module:function')}")
+        own_code("metrics.trackers", text)
+        return ""
+    if not name and kind != "tensorboard":
         raise ConfigError(f"metrics.trackers: expected KIND:NAME, as in {kind}:my-project, got {text!r}")
-    return kind, name
-
-
-def other_tracker(text: str, run: TrackedRun, setting: str = "metrics.trackers") -> OtherTracker:
-    """Tracker that KIND:NAME names, as `setting` wants it. Raises `ConfigError` and `RunDirError`."""
-    kind, name = kind_and_name(text)
-    try:
-        return KINDS[kind](name, run)
-    except ModuleNotFoundError as error:
+    if find_spec(kind) is None:
         raise ConfigError(
-            f"{setting}: {text!r} needs the package {error.name}, which is not installed; "
+            f"metrics.trackers: {text!r} needs the package {kind}, which is not installed; "
             f"pip install 'shoal[{kind}]' brings it"
-        ) from error
+        )
+    return kind
 
 
-def tensorboard_tracker(run: TrackedRun) -> OtherTracker:
-    """Tracker of event files. Raises `ConfigError` when the `tensorboard` extra is not installed."""
-    try:
-        return TensorBoardTracker(run)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "metrics.tensorboard: expected the package tensorboard, which is not installed; "
-            "pip install 'shoal[tensorboard]' brings it"
-        ) from error
+def other_tracker(text: str, run: TrackedRun) -> OtherTracker:
+    """Opens the tracker that a text of `metrics.trackers` names. Raises `ConfigError` and `RunDirError`."""
+    if kind := checked_tracker(text):
+        return KINDS[kind](text.partition(":")[2], run)
+    opened = own_code("metrics.trackers", text)
+    if not callable(opened):
+        raise ConfigError(f"metrics.trackers: {text!r}: expected a function or class, got {type(opened).__name__}")
+    tracker: OtherTracker = opened(run)
+    return tracker
 
 
 def _table(step: int, answers: Sequence[Answer]) -> tuple[list[str], list[list[int | float | str | None]]]:

@@ -14,7 +14,7 @@ from shoal.config.presets import PRESETS
 from shoal.errors import ConfigError, TaskError, without_credentials
 from shoal.interfaces import Environment
 from shoal.net.listening import listening_socket
-from shoal.observe.trackers import kind_and_name
+from shoal.observe.trackers import checked_tracker
 from shoal.reward.user_functions import FunctionScorer
 from shoal.run.run_dir import check_run_dir
 from shoal.swarm.options import NatsOptions
@@ -42,33 +42,16 @@ def check_start(config: Config, *, resume: bool = False) -> None:
             f"swarm.external_groups: {by}peers' groups need swarm.servers to come from. "
             "Name servers, or set swarm.external_groups to 0 to train alone"
         )
-    packages: list[tuple[str, object, str, str]] = [
-        ("metrics.tensorboard", metrics.tensorboard, "tensorboard", "tensorboard"),
-        ("metrics.wandb_project", metrics.wandb_project is not None, "wandb", "wandb"),
-        *((f"metrics.trackers = {text!r}", True, kind, kind) for text, kind in _kinds(metrics.trackers)),
-        ("metrics.otlp", metrics.otlp is not None, "opentelemetry.sdk", "otlp"),
-        ("train.lora.rank", config.train.lora.rank, "peft", "lora"),
-    ]
-    for setting, wanted, package, extra in packages:
-        if wanted and not _is_installed(package):
-            raise ConfigError(f"{setting}: expected the package {package}; pip install 'shoal[{extra}]' brings it")
+    for text in metrics.trackers:
+        checked_tracker(text)
+    if config.train.lora.rank and find_spec("peft") is None:
+        raise ConfigError("train.lora.rank: expected the package peft; pip install 'shoal[lora]' brings it")
     if metrics.prometheus_port:
         try:
             listening_socket("127.0.0.1", metrics.prometheus_port).close()
         except ConfigError as error:
             raise ConfigError(f"metrics.prometheus_{error}") from None
     check_run_dir(Path(config.run_dir), resume=resume)
-
-
-def _kinds(trackers: Sequence[str]) -> list[tuple[str, str]]:
-    """Trackers with the kind of each. Raises `ConfigError`."""
-    return [(text, kind_and_name(text)[0]) for text in trackers]
-
-
-def _is_installed(package: str) -> bool:
-    """Whether a package is there; of a part such as `a.b`, also whether the whole is."""
-    whole = package.partition(".")[0]
-    return find_spec(whole) is not None and find_spec(package) is not None
 
 
 async def check_functions(services: Sequence[Environment], answers: int) -> None:

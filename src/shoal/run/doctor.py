@@ -13,6 +13,7 @@ import psutil
 from shoal.errors import SandboxUnavailable
 from shoal.model.made_models import cache_directory
 from shoal.net.process import cores
+from shoal.observe.trackers import KINDS
 from shoal.run.devices import Threads
 from shoal.sandbox.runner import strongest
 
@@ -20,11 +21,7 @@ REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym
 OPTIONAL = {
     "openai": "tasks.agent = module:function",
     "peft": "train.lora",
-    "tensorboard": "metrics.tensorboard",
-    "wandb": "metrics.wandb_project",
-    "trackio": "metrics.trackers",
-    "mlflow": "metrics.trackers",
-    "aim": "metrics.trackers",
+    **dict.fromkeys(KINDS, "metrics.trackers"),
     "llguidance": "response_format of shoal serve",
     "trl": "shoal bench trl",
 }

@@ -35,7 +35,7 @@ def train(
 
     `reward` is a function with TRL's signature, `reward(prompts, completions, **columns)`, for tasks that do not score
     themselves. Keywords are settings (docs/reference/configuration.md): `steps=50` is `train.steps`. A name that two
-    sections have is given with its section, as in `metrics={"wandb": "project"}`. Without `tasks` the embedded model
+    sections have is given with its section, as in `checkpoint={"every_steps": 5}`. Without `tasks` the embedded model
     spells words backward, as in `shoal demo`. Raises a `ShoalError`.
 
     >>> from shoal import train

@@ -81,12 +81,6 @@ async def opened_run(
             last = buffer.recovered.last_step
             lost = forget_lost_steps(run_dir, 0 if last is None else last + 1) if resume else 0
             write_resolved(config, run_dir)
-            if config.metrics.otlp is not None:
-                from shoal.observe.spans import SpanListener  # few runs send spans
-
-                spans = SpanListener(config.metrics.otlp, run_dir.name)
-                stack.callback(spans.close)
-                listeners = [*listeners, spans]
             with closing(trackers_of(config.metrics, run_dir, listeners)) as trackers:
                 stack.callback(buffer.on_locked, lambda locked: None)
                 buffer.on_locked(partial(_report_lock, trackers))
