@@ -9,18 +9,23 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$python" && break; done)
 TEST_JOBS ?= 3
-# A file's tests stay together: they share what was started for them.
-PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile
+# A file's tests stay together: they share what was started for them. What failed last time comes first.
+PYTEST := -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --failed-first
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
 
+# Proves the product: every test that starts no process, server or browser, and tests/product, which does.
 # The tests of the pure cores run once, in `coverage`.
 test: $(VENV)/dev-installed $(VENV)/bubblewrap-tried $(VENV)/chromium-tried coverage
-	$(PYTEST) $(PURE_TESTS:%=--ignore=%)
+	$(BIN)/python $(PYTEST) -m "product or not starts" $(PURE_TESTS:%=--ignore=%)
+
+# Everything: after `test`, what that left out.
+test-all: test
+	$(BIN)/python $(PYTEST) -m "starts and not product" $(PURE_TESTS:%=--ignore=%)
 
 # vLLM wants its own torch and transformers, and so an environment of its own: 3.4 GB.
 VLLM := .venv-vllm
@@ -136,18 +141,18 @@ PURE_FILES := $(subst $(empty) $(empty),$(comma),$(PURE:%=src/shoal/%.py))
 coverage: $(VENV)/dev-installed
 	rm -f build/coverage-pure*
 	$(BIN)/python -m coverage run --rcfile=tools/pure.coveragerc --include=$(PURE_FILES) \
-		-m pytest -n $(TEST_JOBS) --dist loadfile -q --hypothesis-seed=0 $(PURE_TESTS)
+		$(PYTEST) --hypothesis-seed=0 $(PURE_TESTS)
 	$(BIN)/python -m coverage combine -q --rcfile=tools/pure.coveragerc
 	$(BIN)/python -m coverage report --rcfile=tools/pure.coveragerc --include=$(PURE_FILES) --show-missing --fail-under=100
 
 # The whole suite, with the processes that it starts: slow.
 coverage-all: $(VENV)/dev-installed
 	rm -f build/coverage-all build/coverage-all.*
-	$(BIN)/python -m coverage run --data-file=build/coverage-all -m pytest -n $(TEST_JOBS) --dist loadfile
+	$(BIN)/python -m coverage run --data-file=build/coverage-all $(PYTEST)
 	$(BIN)/python -m coverage combine --data-file=build/coverage-all build/coverage-all.*
 	$(BIN)/python -m coverage report --ignore-errors --data-file=build/coverage-all --skip-covered --fail-under=90
 
-check: lint test
+check: lint test-all
 
 # Changes one call, argument or condition at a time; results add up in benchmarks/results/mutants.jsonl, so a second call goes on.
 SEED ?= 0

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before anything imports torch: threads of several test processes on few cores would only wait for each other.
 for name, value in {
@@ -26,6 +27,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest  # noqa: E402
 from hypothesis import settings  # noqa: E402
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
 
 settings.register_profile("shoal", deadline=None, max_examples=50)
 settings.load_profile("shoal")
@@ -109,6 +113,36 @@ def save_tiny_weights(path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         Qwen2ForCausalLM(config).save_pretrained(path)
+
+
+STARTING = pytest.StashKey[list[str]]()
+"""Node ids, without parameters, of the tests that start something."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Finds which tests start something, where a selection asks for it; processes of xdist get the answer."""
+    if hasattr(config, "workerinput"):
+        config.stash[STARTING] = config.workerinput["starting"]
+    elif "starts" in config.option.markexpr:
+        from starts import starting
+
+        config.stash[STARTING] = starting(sorted(Path(__file__).parent.rglob("test_*.py")))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: "WorkerController") -> None:
+    node.workerinput["starting"] = node.config.stash.get(STARTING, [])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks the tests that start something (tests/support/starts.py), and those of tests/product/."""
+    starting = set(config.stash.get(STARTING, []))
+    for item in items:
+        if item.nodeid.partition("[")[0] in starting:
+            item.add_marker("starts")
+        if item.path.parent.name == "product":
+            item.add_marker("product")
 
 
 def pytest_collection_finish() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from shoal.model.renderer_loading import load_renderer
 from shoal.types import Message, Role
+from starts import starts
 
 SKIPPING = """
 import pytest
@@ -65,3 +66,18 @@ def test_the_tiny_model_speaks_one_token_per_character(tiny_model_dir: Path) -> 
     ids = renderer.prompt_ids([Message(Role.USER, "2 + 2 =\n?")])
     assert len(ids) == len("2 + 2 =\n?") + 3  # the user's header, the end of the turn, the assistant's header
     assert renderer.text(ids) == "2 + 2 =\n?"
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "expected"),
+    [
+        *(("train_runs", "start", True), ("browser", "Browser", True), ("command", "shoal", True)),
+        *(
+            ("conftest", "tiny_model_dir", False),
+            ("session_sim", "Simulation", False),
+            ("chat_templates", "renderer", False),
+        ),
+    ],
+)
+def test_what_a_definition_starts_is_found_in_the_sources(module: str, name: str, expected: bool) -> None:
+    assert starts(module, name) == expected

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from test_view import DRAWN, made, seen, viewing
 
 from benchmarks.view_run import write_run
 from browser import Page, chromium
@@ -17,6 +16,7 @@ from shoal.observe.view.held_out import MOST_EVALUATIONS, Questions, answers, qu
 from shoal.observe.view.swarm import influence, swarm_status
 from shoal.observe.view.timeline import timeline
 from shoal.observe.view.waits import bottleneck, other_waits
+from view_pages import DRAWN, made, seen, viewing
 from view_run import MadeRun
 
 VIEWS = ("/", "/rollouts", "/group?seq=1", "/tokens?seq=1", "/heldout", "/waits", "/swarm", "/cost")

@@ -11,7 +11,6 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
-from test_view import made, seen, viewing
 
 from browser import Page
 from payloads import PAYLOADS
@@ -24,6 +23,7 @@ from shoal.observe.view.server import SCALES
 from shoal.observe.view.tokens import Token, shades
 from shoal.types import Message, Role, Rollout
 from until import until
+from view_pages import made, seen, viewing
 from view_run import GROUPS, SIZE, MadeRun
 
 
