@@ -5,7 +5,9 @@ those of transformers' eager attention, row by row. `python tools/architectures.
 """
 
 import inspect
+import json
 import multiprocessing
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -22,22 +24,29 @@ from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 
 DOC = Path(__file__).resolve().parents[1] / "docs" / "reference" / "models.md"
+RAW = Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "architectures.json"
 BOUND_NATS = 1e-4
 PATIENCE_S = 120
 HEAD = """# Models
 
 <!-- Written by `make architectures`. -->
 
-`model.path` takes a causal language model of any architecture below with the word "computed". For a tiny random model
-of it, logprobs of packed rows in float32 equal those of transformers' eager attention to 1e-4 nats. Every other
-architecture is refused at the start with the reason beside it. The check is made again on each loaded model. "Not made"
-means that no tiny model could be made to compare; such a model is checked when it is loaded.
+`model.path` takes any causal language model of a computed architecture. "Computed" means: for a tiny random model,
+logprobs of packed rows in float32 equal those of transformers' eager attention to 1e-4 nats. The check is made again on
+each loaded model. An architecture that fails it is refused at the start, with the reason.
 
-Measured with transformers {version}: {computed} computed, {refused} refused, {unmade} not made.
-
-| architecture | word | reason |
-|---|---|---|
+With transformers {version}, {computed} architectures are computed and {refused} refused. Of {unmade} no tiny model
+could be made; such a model is checked when it is loaded.
+[All rows with their reasons](../../benchmarks/results/architectures.json).
 """
+KINDS = (
+    ("linear attention, convolution or state-space layers", r"layers of kind '(linear_attention|conv|hybrid)'"),
+    ("sparse or chunked attention", r"layers of kind '\w*(indexed|sparse|chunked)_attention"),
+    ("capped attention logits", r"cap attention logits"),
+    ("other logprobs than transformers' own", r"nats from transformers' own"),
+    ("an attention that cannot be replaced, or other errors", r""),
+)
+"""Groups of refusals and the pattern of their reasons, the first match counts."""
 TINY = {
     "vocab_size": 97, "hidden_size": 32, "n_embd": 32, "d_model": 32, "dim": 32, "embed_dim": 32,
     "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "d_ff": 48, "ffn_hidden_size": 48,
@@ -160,23 +169,27 @@ def main() -> None:
         print(model_type, *found[model_type], flush=True)
     if sys.argv[1:]:
         return
-    DOC.write_text(page(found))
+    rows = {name: {"word": word, "reason": " ".join(why.split())[:150]} for name, (word, why) in found.items()}
+    RAW.write_text(json.dumps({"transformers": transformers.__version__, "architectures": rows}, indent=1) + "\n")
+    DOC.write_text(page(found, transformers.__version__))
     sys.exit("different" in [word for word, _ in found.values()])
 
 
-def page(found: Mapping[str, tuple[str, str]]) -> str:
-    """The page of all architectures, each with its word and reason."""
-    counted = [word for word, _ in found.values()]
-    rows = [
-        f"| {name} | {word} | {' '.join(why.split())[:150].replace('|', '/')} |" for name, (word, why) in found.items()
-    ]
-    head = HEAD.format(
-        version=transformers.__version__,
-        computed=counted.count("computed"),
-        refused=counted.count("refused"),
-        unmade=counted.count("not made"),
-    )
-    return head + "\n".join(rows) + "\n"
+def page(found: Mapping[str, tuple[str, str]], version: str) -> str:
+    """The page of all architectures: names by verdict, refused ones by reason."""
+    words = ("computed", "refused", "not made")
+    computed, refused, unmade = ([name for name, (said, _) in found.items() if said == word] for word in words)
+    kinds: dict[str, list[str]] = {title: [] for title, _ in KINDS}
+    for name in refused:
+        kinds[next(title for title, pattern in KINDS if re.search(pattern, found[name][1]))].append(name)
+    lines = [HEAD.format(version=version, computed=len(computed), refused=len(refused), unmade=len(unmade))]
+    lines += ["## Computed", "", _listed(computed), "", "## Refused", "", "| reason | architectures |", "|---|---|"]
+    lines += [f"| {title} | {_listed(names)} |" for title, names in kinds.items() if names]
+    return "\n".join([*lines, "", "## Checked when loaded", "", _listed(unmade), ""])
+
+
+def _listed(names: list[str]) -> str:
+    return "`" + ", ".join(names) + "`"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Writes the generated parts of docs/: settings (from config/), names in metrics.jsonl (from metrics.py), layers
-(from the layer test) and flows (from flow.py).
+"""Writes the generated parts of docs/: settings (from config/), commands (from cli/), names in metrics.jsonl (from
+metrics.py), layers (from the layer test) and flows (from flow.py).
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` exits with 1 when a file would change.
 """
@@ -13,10 +13,12 @@ from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import flow
+import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from shoal.cli import app
 from shoal.config import Config
 from shoal.config.presets import PRESETS, Setting
 from shoal.observe.metrics import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
@@ -35,6 +37,16 @@ Unknown keys are refused, with the nearest known one. `resolved.toml` of a run d
 A setting whose default is "unset" is derived, or off, as its sentence says. No number may be above 10⁹.
 `preset` sets a paper's published settings where file and command line have none; `--dry-run` shows the result.
 """
+COMMANDS = """# Commands
+
+<!-- Written by `make docs` from src/shoal/cli/; change the help there. -->
+
+`shoal COMMAND --help` explains each option. A run's name under `runs/` stands for its path. Commands with a
+configuration accept any [setting](configuration.md), as `--train.lr=1e-4` or `--train.lr 1e-4`.
+
+With `--json` the last line of standard output is one JSON object. Exit codes: 0 is success, 1 a finding of `audit` or
+`doctor`, 2 a user error, explained in one sentence on standard error.
+"""
 BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
 
@@ -49,6 +61,38 @@ def configuration() -> str:
                 parts += [_table(part, _inner_title(f"{name}.{inner}", part)) for part in _sections(inner_field)]
     parts += [_preset(name, settings) for name, settings in PRESETS.items()]
     return "\n".join(parts)
+
+
+def commands() -> str:
+    """The whole of docs/reference/commands.md."""
+    group = typer.main.get_group(app)
+    context = typer.Context(group)
+    panels: dict[str, list[str]] = {}
+    for name in group.list_commands(context):
+        command = group.commands[name]
+        if not command.hidden:
+            panels.setdefault(str(getattr(command, "rich_help_panel", "")), []).extend(_command_rows(name, command))
+    parts = [COMMANDS]
+    for panel, rows in panels.items():
+        parts.append("\n".join([f"## {panel}", "", "| command | does | options |", "|---|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _command_rows(path: str, command: object) -> Iterator[str]:
+    """A row for a command, or one for each command of a group: arguments, first paragraph of the help, options."""
+    if isinstance(command, typer.core.TyperGroup):
+        for name, inner in command.commands.items():
+            yield from _command_rows(f"{path} {name}", inner)
+        return
+    assert isinstance(command, typer.core.TyperCommand)
+    shown = [one for one in command.params if not getattr(one, "hidden", False)]
+    wanted = [one for one in shown if one.param_type_name == "argument"]
+    words = [(one.metavar or str(one.name).upper(), one.required) for one in wanted]
+    arguments = [word if required or word.startswith("[") else f"[{word}]" for word, required in words]
+    options = sorted(one.opts[0] for one in shown if one.param_type_name == "option")
+    help_ = " ".join((command.help or "").split("\n\n")[0].split())
+    usage = " ".join(["shoal", path, *arguments]).replace("|", "\\|")
+    yield f"| `{usage}` | {help_} | {' '.join(f'`{name}`' for name in options)} |"
 
 
 def _preset(name: str, settings: Mapping[str, Setting]) -> str:
@@ -186,6 +230,7 @@ def documents() -> dict[Path, str]:
     run, architecture = DOCS / "reference" / "run.md", DOCS / "developers" / "architecture.md"
     return {
         DOCS / "reference" / "configuration.md": configuration(),
+        DOCS / "reference" / "commands.md": commands(),
         DOCS / "developers" / "flows.md": flow.page(),
         run: with_part(run, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),

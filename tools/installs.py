@@ -97,8 +97,15 @@ WALKS = (
     Walk("tutorial-reward", "docs/tutorial/my-reward.md"),
     Walk("tutorial-agent", "docs/tutorial/my-agent.md", short=True),
     Walk("tutorial-real", "docs/tutorial/real-model.md", in_clone=True),
+    Walk("tutorial-swarm", "docs/tutorial/join-a-swarm.md"),
     Walk("smollm2", "examples/smollm2/README.md", in_clone=True, after=("shoal demo --real",), short=True),
-    Walk("serve", "README.md", after=("shoal serve --model DIR",), values=("DIR", "demo"), blocks=False),
+    Walk(
+        "serve",
+        "docs/reference/gateway.md",
+        after=("shoal serve --model DIR",),
+        values=("DIR", "demo"),
+        blocks=False,
+    ),
     Walk(
         "tinker",
         "docs/guides/tinker.md",

@@ -15,11 +15,12 @@ import pytest
 import typer
 from test_layers import SOURCE, modules
 
-from shoal.config import parse
+from shoal.config import Config, parse
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 DOCTESTED = [name for name, source in modules() if ">>> " in source]
+SETTING = re.compile(rf"--(?:\w+\.|(?:{'|'.join(Config.model_fields)})=)")
 MODULES = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
 
 
@@ -67,10 +68,11 @@ def test_the_generated_tables_are_up_to_date() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_readme_s_table_of_commands_is_the_command_line_s() -> None:
+def test_the_page_of_commands_has_every_command_of_the_command_line() -> None:
     from shoal.cli import app
 
-    listed = re.findall(r"^\| `shoal (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    page = (ROOT / "docs" / "reference" / "commands.md").read_text()
+    listed = re.findall(r"^\| `shoal (\w+)", page, re.MULTILINE)
     named = [command.name or command.callback.__name__ for command in app.registered_commands if not command.hidden]
     named += [group.name or group.typer_instance.info.name for group in app.registered_groups]
     assert sorted(set(listed)) == sorted(named)
@@ -83,9 +85,9 @@ def test_every_shoal_command_of_a_document_is_one_that_the_command_line_takes(pa
     for line in [*lines, *re.findall(r"`([^`\n]*)`", text)]:
         if found := re.search(r"(?:^|[\s/])shoal (?=-|[a-z]+\b)(.*)", line):
             words = shlex.split(re.split(r"\s#|\s\||&&|;|\s>|\s&$", found[1])[0])
-            settings = [word.removeprefix("--") for word in words if re.match(r"--\w+\.", word)]
-            parse({"tasks": [{"name": "chain_sum"}]}, settings)
-            taken([word for word in words if not re.match(r"--\w+\.", word)])
+            settings = [word for word in words if SETTING.match(word)]
+            parse({"tasks": [{"name": "chain_sum"}]}, [word.removeprefix("--") for word in settings])
+            taken([word for word in words if word not in settings])
 
 
 def taken(words: list[str]) -> None:

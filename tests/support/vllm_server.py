@@ -28,7 +28,7 @@ ENVIRONMENT = {
 
 
 def command_at(model: str, port: str) -> list[str]:
-    """The command of a server, as docs/reference/engine.md says."""
+    """The command of a server, as docs/guides/gpus.md says."""
     return [
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-num-seqs", "64"),
@@ -38,7 +38,7 @@ def command_at(model: str, port: str) -> list[str]:
 
 @contextmanager
 def vllm_serving(model: Path, log: Path, *more: str) -> Iterator[str]:
-    """The URL of a server, started as docs/reference/engine.md says with more arguments, and ended at the end."""
+    """The URL of a server, started as docs/guides/gpus.md says with more arguments, and ended at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -219,7 +219,7 @@ def demo(
     folder: Annotated[Path | None, typer.Option(help="Where it is written; a new one under runs/.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Train nodes on each other's text on this machine, beside the same nodes alone; from a source checkout."""
+    """Train nodes on each other's text on this machine, and the same nodes alone; from a source checkout."""
     from_checkout("swarm demo")
     from examples.swarm_demo import DemoPlan, run_swarm_demo
 

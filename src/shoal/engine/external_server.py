@@ -263,7 +263,7 @@ class ForeignEngine:
             if off_nats:
                 raise RequestRefused(
                     f"{self.abilities.server} took version {version} but computes with other weights: {off_nats}; a "
-                    f"model with tied embeddings must be untied for vLLM on a CPU (docs/reference/engine.md)"
+                    f"model with tied embeddings must be untied for vLLM on a CPU (docs/guides/gpus.md)"
                 )
 
     async def info(self) -> EngineInfo:

@@ -2,7 +2,7 @@
 
 The server needs `VLLM_SERVER_DEV_MODE=1` for pause, resume and the call that reloads weights. It also needs
 `--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs`
-(docs/reference/engine.md).
+(docs/guides/gpus.md).
 
 The adapter sends no seeds: a seeded request whose prompt is computed in more than one chunk crashes 0.32.0 on a CPU
 ("CPU Generator does not use offset"). A long answer becomes such a request when new weights have it computed again.
