@@ -15,6 +15,7 @@ from shoal.experience.balance import Balance, BatchChoice
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import open_log
 from shoal.experience.schema import ConsumedGroup, RunMeta, StepRecord
+from shoal.staleness import Staleness
 from shoal.types import Completion, FinishReason, Group, Reward, RewardStatus, RolloutStatus, Turn
 
 MASKED = RunMeta(max_staleness=1, late="mask_tokens", groups_per_step=1, push_every=1)
@@ -171,7 +172,7 @@ class Believing(Buffer):
         uses = []
         for group_id in group_ids:
             one = self._taken.pop(group_id)
-            trained_from = max(one.waited.oldest_version, version - self.gate.max_staleness)
+            trained_from = max(one.waited.oldest_version, self.gate.staleness.oldest(version))
             uses.append(ConsumedGroup(one.waited.finished_seq, one.horizon, trained_from, self.masked_tokens))
         self._last_step = step
         await self._writer.commit(lambda c: log.insert_step(c, StepRecord(step, version, version_after), uses))
@@ -193,7 +194,7 @@ async def an_oldest_trained_token_that_no_rollout_has(run_dir):
 
 async def more_groups_than_the_bound_allows(run_dir):
     buffer = Buffer.open(run_dir, META, max_running=64)
-    buffer.gate.max_staleness = 9
+    buffer.gate.staleness = Staleness(9)
     for number in range(2 * META.groups_per_step + 1):
         await run_group(buffer, f"g{number}")
     await buffer.close()
@@ -397,7 +398,7 @@ def test_staleness_is_told_in_steps_too_when_a_version_is_several(tmp_path):
 def test_an_own_group_is_own_whatever_its_id_says(tmp_path):
     async def main():
         buffer = Buffer(open_log(tmp_path, META, resume=False), META, max_running=64)
-        buffer.gate.max_staleness = 9  # a gate that lets too many start
+        buffer.gate.staleness = Staleness(9)  # a gate that lets too many start
         for number in range(9):
             await buffer.admit(f"external/{number}", "chain_sum")
         await buffer.close()

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.experience.gate import AdmissionGate
+from shoal.staleness import Staleness
 
 
 class Run:
@@ -12,7 +13,7 @@ class Run:
 
     def __init__(self, max_staleness, groups_per_step, push_every, max_running):
         self.gate = AdmissionGate(
-            max_staleness=max_staleness, groups_per_step=groups_per_step, push_every=push_every, max_running=max_running
+            Staleness(max_staleness), groups_per_step=groups_per_step, push_every=push_every, max_running=max_running
         )
         self.per_step, self.push_every = groups_per_step, push_every
         self.running, self.waiting, self.consumed = [], [], []  # admitted versions
@@ -93,7 +94,7 @@ def test_with_eta_0_nothing_waits_or_runs_when_a_version_is_published(choices, p
             assert not run.waiting
 
 
-def test_a_slow_group_can_outlive_eta_so_admission_alone_is_no_bound():
+def test_a_slow_group_can_outlive_the_bound_so_admission_alone_is_no_bound():
     run = Run(max_staleness=1, groups_per_step=1, push_every=1, max_running=8)
     run.start(0)
     for _ in range(3):
@@ -106,7 +107,7 @@ def test_a_slow_group_can_outlive_eta_so_admission_alone_is_no_bound():
 
 
 def test_failed_and_dropped_groups_give_their_budget_back():
-    gate = AdmissionGate(max_staleness=0, groups_per_step=2, push_every=1, max_running=8)
+    gate = AdmissionGate(Staleness(0), groups_per_step=2, push_every=1, max_running=8)
     gate.admit(), gate.admit()
     assert gate.capacity == 0
     gate.fail()
@@ -118,18 +119,18 @@ def test_failed_and_dropped_groups_give_their_budget_back():
 
 
 def test_a_push_every_third_step_gives_budget_for_three_steps():
-    gate = AdmissionGate(max_staleness=1, groups_per_step=4, push_every=3, max_running=100)
+    gate = AdmissionGate(Staleness(1), groups_per_step=4, push_every=3, max_running=100)
     assert gate.capacity == 2 * 12
 
 
 def test_a_recovered_gate_counts_what_is_consumed_and_waiting():
-    gate = AdmissionGate(max_staleness=1, groups_per_step=4, push_every=1, max_running=100)
+    gate = AdmissionGate(Staleness(1), groups_per_step=4, push_every=1, max_running=100)
     gate.recover(version=5, accepted=22)
     assert gate.capacity == (5 + 1 + 1) * 4 - 22
 
 
 def test_starting_without_capacity_is_a_bug():
-    gate = AdmissionGate(max_staleness=0, groups_per_step=1, push_every=1, max_running=1)
+    gate = AdmissionGate(Staleness(0), groups_per_step=1, push_every=1, max_running=1)
     gate.admit()
     with pytest.raises(AssertionError, match="without capacity"):
         gate.admit()
@@ -137,4 +138,4 @@ def test_starting_without_capacity_is_a_bug():
 
 def test_a_gate_for_no_groups_is_refused():
     with pytest.raises(ValueError, match="groups_per_step"):
-        AdmissionGate(max_staleness=0, groups_per_step=0, push_every=1, max_running=1)
+        AdmissionGate(Staleness(0), groups_per_step=0, push_every=1, max_running=1)

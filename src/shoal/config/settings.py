@@ -17,6 +17,7 @@ from shoal.config.section import MOST, Section
 from shoal.config.swarm import SwarmConfig
 from shoal.config.training import LOSS_OF, OWN_SETTINGS, UNUSED, DPOLoss, PositiveOnlyLoss, TrainConfig, foreign_setting
 from shoal.config.urls import NATS, checked_url
+from shoal.staleness import Late, Staleness
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
 
 EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums")
@@ -123,9 +124,12 @@ class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
     max_staleness: int = Field(2, ge=0, description="Staleness bound in versions (AReaL's eta); 0 is synchronous.")
-    late: Literal["drop", "mask_tokens", "train"] = Field(
-        "drop", description="Treatment of groups older than max_staleness at consumption."
-    )
+    late: Late = Field("drop", description="Treatment of groups older than max_staleness at consumption.")
+
+    @property
+    def staleness(self) -> Staleness:
+        """The bound with its treatment of late groups, as one value."""
+        return Staleness(self.max_staleness, self.late)
 
 
 class RewardConfig(Section):

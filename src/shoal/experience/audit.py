@@ -122,7 +122,7 @@ def _check_staleness(
     assert group.version is not None
     drawn = [version for rollout in rollouts for version in rollout.sampled_versions]
     oldest, newest = min(drawn, default=group.admitted_version), max(drawn, default=group.admitted_version)
-    bound, late = group.version - report.meta.max_staleness, report.meta.late
+    bound, late = report.meta.staleness.oldest(group.version), report.meta.late
     if newest > group.version:
         report.found(Check.STALENESS, group.id, f"consumed under version {group.version} with tokens of {newest}")
     if late == "mask_tokens" and oldest < bound:

@@ -102,7 +102,7 @@ def _check_admission(connection: sqlite3.Connection, report: AuditReport) -> Non
     after = f"SELECT *, SUM(change) OVER (ORDER BY after_step, starts) FROM ({started} UNION ALL {ended})"
     versions = {-1: 0, **dict(connection.execute("SELECT step, version_after FROM steps"))}
     for step, _, starts, count in connection.execute(after):
-        bound = (versions.get(step, 0) + meta.max_staleness + 1) * meta.groups_per_step * meta.push_every
+        bound = meta.staleness.versions_admitted(versions.get(step, 0)) * meta.groups_per_step * meta.push_every
         if starts and step in versions and count > bound:  # a missing step is reported as such
             detail = f"{count} groups were accepted or running, expected at most {bound}"
             report.found(Check.ADMISSION, f"step {step}", detail)

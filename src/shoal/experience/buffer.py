@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,12 +43,11 @@ class Buffer:
 
     def __init__(self, opened: LockedLog, meta: RunMeta, *, max_running: int, threaded: bool = True) -> None:
         self.gate = AdmissionGate(
-            max_staleness=meta.max_staleness,
+            meta.staleness,
             groups_per_step=meta.groups_per_step,
             push_every=meta.push_every,
             max_running=max_running,
         )
-        self._late = meta.late
         self._waiting: list[WaitingGroup] = []
         self._balance = Balance()
         self._taken: dict[str, TakenGroup] = {}
@@ -208,8 +206,8 @@ class Buffer:
         taken = self._taken_of(group_ids)
         if any(one.version != version for one in taken):
             raise ValueError(f"step {step}: groups were taken for another version than {version}")
-        bound = version - self.gate.max_staleness if self._late == "mask_tokens" else 0
-        used = [one.use(rows[one.waited.group.id] if rows else (), bound) for one in taken]
+        masked = self.gate.staleness.masked_below(version)
+        used = [one.use(rows[one.waited.group.id] if rows else (), masked) for one in taken]
         for one in taken:
             self.counts[one.waited.service].consumed += 1
             del self._taken[one.waited.group.id]
@@ -329,13 +327,15 @@ class Buffer:
 
     def _drop_late(self, version: int) -> None:
         """Drops the groups without a token that may be trained under `version`."""
-        bound = version - self.gate.max_staleness
-        if self._late == "train" or not self._waiting or self._waiting[0].oldest_version >= bound:
+        if not self._waiting or self._waiting[0].oldest_version >= self.gate.staleness.oldest(version):
             return
-        newest = attrgetter("newest_version" if self._late == "mask_tokens" else "oldest_version")
-        late = [one.group for one in self._waiting if newest(one) < bound]
-        self._waiting = [one for one in self._waiting if newest(one) >= bound]
-        self._record_dropped(late, STALE)
+        late: list[WaitingGroup] = []
+        kept: list[WaitingGroup] = []
+        for one in self._waiting:
+            is_late = self.gate.staleness.refuses(one.oldest_version, one.newest_version, version)
+            (late if is_late else kept).append(one)
+        self._waiting = kept
+        self._record_dropped([one.group for one in late], STALE)
 
     def _record_dropped(self, groups: Sequence[Group], reason: str) -> None:
         """Frees the budget of groups that had finished."""

@@ -14,7 +14,7 @@ class Check(StrEnum):
 
     USED_ONCE = "each group is used at most once"
     OLDEST_FIRST = "of each task the oldest groups are consumed first"
-    STALENESS = "no token older than eta versions is trained"
+    STALENESS = "no token older than max_staleness versions is trained"
     STREAMS = "tokens, logprobs and versions have one length"
     VERSIONS = "versions do not decrease within a row"
     LOGPROBS = "logprobs are finite and <= 0"
@@ -76,7 +76,7 @@ class AuditReport:
             f"+ {self.in_flight} in flight",
             f"{self.consumed} groups consumed by {self.steps} steps; {self.rollouts} rollouts, {self.tokens} tokens; "
             f"staleness at most {self.staleness_max} versions, {self.staleness_steps} steps "
-            f"(eta {self.meta.max_staleness}, late groups: {self.meta.late})",
+            f"(max_staleness {self.meta.max_staleness}, late groups: {self.meta.late})",
         ]
         for check in Check:
             finding = self.findings.get(check)

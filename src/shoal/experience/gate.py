@@ -1,5 +1,7 @@
 """Decides when a group may start. Pure: no I/O, no clock."""
 
+from shoal.staleness import Staleness
+
 
 class AdmissionGate:
     """Keeps generation from running further ahead of training than `max_staleness` Versions, counted in groups.
@@ -22,13 +24,13 @@ class AdmissionGate:
     check at consumption, in `Buffer.take`.
     """
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int, push_every: int, max_running: int) -> None:
-        if max_staleness < 0 or min(groups_per_step, push_every, max_running) < 1:
+    def __init__(self, staleness: Staleness, *, groups_per_step: int, push_every: int, max_running: int) -> None:
+        if min(groups_per_step, push_every, max_running) < 1:
             raise ValueError(
-                f"expected max_staleness >= 0 and groups_per_step, push_every, max_running >= 1, "
-                f"got {max_staleness}, {groups_per_step}, {push_every}, {max_running}"
+                f"expected groups_per_step, push_every, max_running >= 1, "
+                f"got {groups_per_step}, {push_every}, {max_running}"
             )
-        self.max_staleness = max_staleness
+        self.staleness = staleness
         self.groups_per_version = groups_per_step * push_every
         self.max_running = max_running
         self.version = 0
@@ -43,7 +45,7 @@ class AdmissionGate:
     @property
     def budget(self) -> int:
         """Number of groups that may be accepted or running; it grows with the Version."""
-        return (self.version + self.max_staleness + 1) * self.groups_per_version
+        return self.staleness.versions_admitted(self.version) * self.groups_per_version
 
     def admit(self) -> int:
         """Starts one group and returns its Version of admission."""

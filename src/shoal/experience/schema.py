@@ -15,7 +15,8 @@ of the step that trains it; no gate counted it, and it waited for nobody.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+
+from shoal.staleness import Late, Staleness
 
 FORMAT = "2"
 SCHEMA = """
@@ -45,11 +46,16 @@ class RunMeta:
     """Values of a run that an audit needs; a resume must have equal values."""
 
     max_staleness: int
-    late: Literal["drop", "mask_tokens", "train"]
+    late: Late
     groups_per_step: int
     push_every: int
     own_code: str = ""
     """The user's own loss and advantage with the hashes of their files; empty without any."""
+
+    @property
+    def staleness(self) -> Staleness:
+        """The bound of the run."""
+        return Staleness(self.max_staleness, self.late)
 
 
 META_KEYS = {

@@ -68,8 +68,7 @@ class _Advantages:
         if not rollouts or group.version is None or group.peer_id is not None:
             return None
         of_turns = iter(self._known.get(group.id) or turn_advantages([self._of_finished(rollouts)], self._kind)[0])
-        late = self._config.asynchrony.late == "mask_tokens"
-        oldest = group.version - self._config.asynchrony.max_staleness if late else 0
+        oldest = self._config.asynchrony.staleness.masked_below(group.version)
         return [
             None if one.status is RolloutStatus.FAILED else _of_tokens(one, next(of_turns), oldest) for one in rollouts
         ]

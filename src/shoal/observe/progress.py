@@ -64,7 +64,7 @@ class LiveProgress:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._steps = steps
-        self._eta = max_staleness
+        self._max_staleness = max_staleness
         self._stream = stream or sys.stderr
         self._every_s = every_s
         self._clock = clock
@@ -133,7 +133,7 @@ class LiveProgress:
         return {
             "reward": _form(step, "reward", ".3f"),
             **({"swarm": swarm} if swarm else {}),
-            "staleness": f"{mean}, max {highest} of {self._eta}",
+            "staleness": f"{mean}, max {highest} of {self._max_staleness}",
             "speed": f"{tokens} tokens/s, {samples} samples/s",
             "busy": f"engine {_form(step, 'engine_busy', '.0%')}, trainer {_form(step, 'trainer_busy', '.0%')}",
             "time": self._time_text(),

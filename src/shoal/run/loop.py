@@ -283,8 +283,8 @@ class TrainLoop:
         for group in groups:
             if group.external:
                 rows[group.id] = external_rows(rows[group.id], config.swarm.credit)
-            if config.asynchrony.late == "mask_tokens":
-                rows[group.id], late = mask_tokens(rows[group.id], version - config.asynchrony.max_staleness)
+            if oldest := config.asynchrony.staleness.masked_below(version):
+                rows[group.id], late = mask_tokens(rows[group.id], oldest)
                 late_tokens[group.task.service] += late
         return rows, late_tokens
 

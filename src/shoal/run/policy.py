@@ -45,7 +45,7 @@ class Policy:
         self._prepared, self._runner = prepared, runner
         self._store = WeightStore(folder / "weights")
         self._gate = AdmissionGate(
-            max_staleness=config.asynchrony.max_staleness,
+            config.asynchrony.staleness,
             groups_per_step=config.train.groups_per_step,
             push_every=1,
             max_running=max(config.engine.max_running // config.rollout.group_size, 1),
@@ -69,7 +69,7 @@ class Policy:
             group = await self._running[0]
             self._running.pop(0)
             usable = 2 * len(group.finished) > len(group.rollouts)
-            if usable and self.version - group.oldest_version <= self._gate.max_staleness:
+            if usable and group.oldest_version >= self.config.asynchrony.staleness.oldest(self.version):
                 self._gate.accept()
                 ready.append(group)
             else:

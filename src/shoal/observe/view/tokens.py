@@ -74,9 +74,7 @@ def tokens_of(
     known = extras.advantages(group)
     values = None if known is None else known[position]
     advantages = iter(values or ())
-    oldest = 0
-    if config is not None and config.asynchrony.late == "mask_tokens" and group.version is not None:
-        oldest = group.version - config.asynchrony.max_staleness
+    oldest = 0 if config is None or group.version is None else config.asynchrony.staleness.masked_below(group.version)
     trainer = iter(numbers or ())
     tokens = []
     for at, (token, sampled, logprob, version) in enumerate(zip(ids, mask, logprobs, versions, strict=True)):
