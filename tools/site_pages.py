@@ -8,7 +8,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("experiments/*/claim.md", "experiments/*/results/*.md", "examples/**/README.md")
+PAGES = ("benchmarks/results/*.md", "experiments/*/claim.md", "experiments/*/results/*.md", "examples/**/README.md")
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
 FOLDERS = ("benchmarks", "examples", "experiments")
 """Folders beside `docs/` whose files may become part of the site."""
