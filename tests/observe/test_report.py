@@ -18,8 +18,8 @@ from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.report import write_report
 from shoal.observe.report.figure import INK, charts_of
-from shoal.observe.report.page import summary
 from shoal.observe.runs import moving_average, read_run
+from shoal.observe.view.standing import figures
 
 NASTY = "<script>alert('x')</script>$a_b^"
 
@@ -68,23 +68,11 @@ OTHERS = {
 }
 
 
-def test_the_summary_says_what_the_run_came_to(tmp_path: Path) -> None:
+def test_the_figures_say_where_the_run_stands_and_what_it_came_to(tmp_path: Path) -> None:
     write_run(tmp_path, 100)
-    figures = summary(read_run(tmp_path))
-    assert figures["steps"] == 100
-    assert figures["reward_first"] == pytest.approx(4.5 / 99)  # mean of the first ten
-    assert figures["reward_last"] == pytest.approx(94.5 / 99)
-    assert (figures["accuracy_before"], figures["accuracy_after"]) == (0.25, 0.75)
-    assert (figures["greedy_before"], figures["greedy_after"]) == (0.5, 0.5)  # the only one that was run
-    assert (figures["dropped_late"], figures["staleness_max"], figures["version"]) == (100, 2, 3)
-
-
-def test_rates_are_means_over_the_time_and_not_over_the_steps(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl", clock=iter([0.0, 5.0, 6.0, 15.0]).__next__)
-    for step, rate in ((1, 1e9), (2, 100.0), (3, 10.0)):
-        tracker.log(step, {"samples_per_s": rate})
-    tracker.close()
-    assert summary(read_run(tmp_path))["samples_per_s"] == (100 * 1 + 10 * 9) / 10
+    shown = dict(figures(read_run(tmp_path)))
+    assert (shown["step"], shown["held-out full marks"], shown["staleness"]) == ("100 of 100", "0.250 to 0.750", "0.50")
+    assert float(shown["reward"]) == pytest.approx(89.5 / 99, abs=5e-4)  # mean of the last 20
 
 
 def test_a_step_that_was_repeated_after_a_crash_counts_once_as_it_was_last(tmp_path: Path) -> None:
@@ -153,24 +141,6 @@ def test_the_log_s_counts_are_in_the_page(tmp_path: Path) -> None:
     assert "<td>chain_sum</td><td>3</td><td>2</td><td>1</td><td>0</td><td>0</td><td>0</td>" in text
 
 
-def test_the_page_says_what_staleness_cost_each_task_and_how_ratios_were_distributed(tmp_path: Path) -> None:
-    tracker = JsonlTracker(tmp_path / "metrics.jsonl")
-    for step in range(1, 4):
-        tracker.log(
-            step,
-            {
-                **{"dropped_late/slow": 2, "wasted_tokens/slow": 700, "late_tokens/slow": 5, "dropped_late/fast": 0},
-                **{"ratio_share/0-0.5": 0.25, "ratio_share/0.5-inf": 0.75, "staleness/0": 4, "staleness/3": 1},
-            },
-        )
-    tracker.close()
-    text = write_report(tmp_path)[1].read_text()
-    assert "<td>slow</td><td>6</td><td>2,100</td><td>15</td>" in text
-    assert "<td>fast</td>" not in text
-    assert "<td>0.5 to inf</td><td>75.0%</td><td>75.0%</td><td>75.0%</td>" in text
-    assert "<td>3</td><td>3</td>" in text
-
-
 def test_a_run_without_a_step_gets_a_report_that_says_so(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
     png, html = write_report(tmp_path)
@@ -191,16 +161,17 @@ def test_values_that_are_missing_or_all_zero_are_no_obstacle(tmp_path: Path) -> 
         tracker.log(step, {"reward": math.nan, "mismatch": 0.0, "clipped_share": 0.0, "staleness_max": 0})
     tracker.close()
     write_report(tmp_path)
-    assert "reward_first" not in summary(read_run(tmp_path))
+    assert "reward" not in dict(figures(read_run(tmp_path)))
 
 
 def test_more_tasks_than_colours_are_drawn(tmp_path: Path) -> None:
     tracker = JsonlTracker(tmp_path / "metrics.jsonl")
     for step in range(1, 4):
-        tracker.log(step, {"reward": 0.5, **{f"reward/task{i}": i / 12 for i in range(12)}})
+        tracker.log(step, {"reward": 0.5, **{f"solve_rate/task{i}": i / 12 for i in range(12)}})
     tracker.close()
     write_report(tmp_path)
-    assert len(read_run(tmp_path).tasks("reward")) == 12
+    solved = next(chart for chart in charts_of(read_run(tmp_path)) if chart.title == "Solved, by task")
+    assert len(solved.lines) == 12
 
 
 def test_a_configuration_of_another_version_is_shown_as_it_is(tmp_path: Path) -> None:

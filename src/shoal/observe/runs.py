@@ -18,8 +18,6 @@ from shoal.experience.log import FILE
 from shoal.observe.metrics import Record, number, records_in
 
 METRICS = "metrics.jsonl"
-EDGE_SHARE = 0.1
-"""Share of the steps whose mean stands for a run's beginning, and for its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +47,6 @@ class RunRecords:
         """Seconds of each step, which weigh its rates and busy shares; 0 for the first step."""
         times = self.column("time_s")
         return [0.0, *(max(0.0, b - a) for a, b in pairwise(times))][: len(times)]
-
-    def tasks(self, prefix: str) -> list[str]:
-        """Names of the tasks that have `<prefix>/<task>` in the steps or evaluations, sorted."""
-        return tasks_of((*self.steps, *self.evals), prefix)
-
-    @property
-    def edge(self) -> int:
-        """Number of steps whose mean stands for a run's beginning, and for its end."""
-        return math.ceil(len(self.steps) * EDGE_SHARE)
 
 
 class WatchedRun:

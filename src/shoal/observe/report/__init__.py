@@ -30,7 +30,10 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     run = read_run(run_dir)
     counts = task_counts(run_dir) if (run_dir / FILE).is_file() else {}
     png = figure_png(run)
-    files = {run_dir / "report.png": png, run_dir / "report.html": page_html(run, figures_svg(run), counts).encode()}
+    files = {
+        run_dir / "report.png": png,
+        run_dir / "report.html": page_html(run_dir, run, figures_svg(run), counts).encode(),
+    }
     for path, data in files.items():
         try:
             with replaced(path) as unfinished:

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from shoal.observe.listing import state_of
-from shoal.observe.metrics import Record, number
+from shoal.observe.metrics import number
 from shoal.observe.progress import duration
-from shoal.observe.runs import RunRecords
+from shoal.observe.runs import RunRecords, column, known
 from shoal.observe.status import lately
 
 
@@ -24,7 +24,6 @@ def lead(run_dir: Path, run: RunRecords) -> str:
 
 def figures(run: RunRecords) -> list[tuple[str, str]]:
     """Where a run stands, as label and figure."""
-    last: Record = run.evals[-1] if run.evals else {}
     is_same = all(one.get("sampled_reward") == one.get("sampled") for one in run.evals)
     of = f" of {run.config.train.steps}" if run.config else ""
     numbers = (
@@ -33,8 +32,14 @@ def figures(run: RunRecords) -> list[tuple[str, str]]:
         ("staleness", lately(run, "staleness_mean"), ".2f"),
         ("engine busy", lately(run, "engine_busy"), ".0%"),
         ("trainer busy", lately(run, "trainer_busy"), ".0%"),
-        ("held-out reward", last.get("sampled_reward"), ".3f"),
-        ("held-out full marks", None if is_same else last.get("sampled"), ".3f"),
     )
-    known = [(label, format(value, form)) for label, value, form in numbers if isinstance(value, int | float)]
-    return [("step", f"{len(run.steps)}{of}"), *known]
+    shown = [(label, format(value, form)) for label, value, form in numbers if isinstance(value, int | float)]
+    scores = {"held-out reward": "sampled_reward"} | ({} if is_same else {"held-out full marks": "sampled"})
+    held_out = [(label, _first_to_last(run, name)) for label, name in scores.items()]
+    return [("step", f"{len(run.steps)}{of}"), *shown, *((label, text) for label, text in held_out if text)]
+
+
+def _first_to_last(run: RunRecords, name: str) -> str:
+    """A score of the first and of the last evaluation; empty without any."""
+    scores = [f"{value:.3f}" for value in known(column(run.evals, name))]
+    return " to ".join((scores[0], scores[-1])) if len(scores) > 1 else "".join(scores)
