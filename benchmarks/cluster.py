@@ -164,7 +164,7 @@ def _measured(hosts: Hosts, ray: Any, folder: Path, plan: Plan) -> Report:
     say(f"hosts: {', '.join(names)}")
     run = _Run.started(folder / "run", token, plan, settings)
     given_up: list[str] = []
-    doomed = RayPlan(ray.address, f"http://{listen}", str(folder / "doomed"), spread=True, rewards=1, restarts=2)
+    doomed = RayPlan(ray.address, f"http://{listen}", str(folder / "doomed"), rewards=1, restarts=2)
     try:
         with started(doomed, "another token", given_up.append) if plan.doomed else nullcontext():
             cluster = _Troubled(hosts, names, run, f"http://{listen}", token)

@@ -102,7 +102,7 @@ def test_metrics_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
 
 
 def test_prometheus_serves_the_newest_values_and_sums_the_counts(tmp_path: Path) -> None:
-    trackers = trackers_of(MetricsConfig(prometheus_port=0), tmp_path)
+    trackers = trackers_of(MetricsConfig(trackers=["prometheus:0"]), tmp_path)
     trackers.log(1, {"reward": 0.25, "failed": 2})
     trackers.log(2, {"reward": 0.5, "reward/chain_sum": 0.5, "failed": 1})
     trackers.log_eval(2, {"sampled": 0.75, "sampled/chain_sum": 0.75, "greedy": None})
@@ -121,7 +121,7 @@ def test_prometheus_listens_on_loopback_only_and_a_taken_port_is_refused(tmp_pat
     tracker = PrometheusTracker(0)
     assert tracker._server.server_address[0] == "127.0.0.1"
     with pytest.raises(ConfigError, match="expected a free port"):
-        trackers_of(MetricsConfig(prometheus_port=tracker.port), tmp_path)
+        trackers_of(MetricsConfig(trackers=[f"prometheus:{tracker.port}"]), tmp_path)
     tracker.close()
 
 

@@ -212,7 +212,7 @@ def test_a_token_shows_its_numbers_when_it_is_pointed_at(tmp_path: Path, tiny_mo
             await page.goto(f"{url}/tokens?seq=1&position=0")
             said = await page.value("document.querySelectorAll('.tokens span')[4].dataset.says")
             assert said == "4: trained, logprob -0.1000 (probability 0.9048), version 0, advantage 1.5000"
-            assert "log.tokens_mb" in await page.value("document.body.innerText")
+            assert "made room for newer ones" in await page.value("document.body.innerText")
 
     asyncio.run(check())
 

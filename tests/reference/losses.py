@@ -217,6 +217,8 @@ def reinforce(
             weight = of_row if level == "sequence" else math.exp(logp[t].item() - behav[t])
             if weight > cap:
                 weight = cap if over_cap == "clamp" else 0.0
+            if over_cap == "band" and weight < 1 / cap:
+                weight = 0.0
             total = total - weight * advantage[t] * logp[t]
     return total
 

@@ -159,8 +159,14 @@ def parts_mb(planned: dict[str, object]) -> dict[str, dict[str, float]]:
 def test_a_port_of_metrics_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        tree: Any = {"run_dir": str(tmp_path / "run"), "tasks": [{"name": "gcd"}], "metrics": {"prometheus_port": port}}
-        with pytest.raises(ConfigError, match=f"metrics.prometheus_port: expected a free one on 127.0.0.1, got {port}"):
+        tree: Any = {
+            "run_dir": str(tmp_path / "run"),
+            "tasks": [{"name": "gcd"}],
+            "metrics": {"trackers": [f"prometheus:{port}"]},
+        }
+        with pytest.raises(
+            ConfigError, match=f"metrics.trackers: prometheus:{port}: .*expected a free one on 127.0.0.1, got {port}"
+        ):
             check_start(parse(tree))
     check_start(parse(tree))
 

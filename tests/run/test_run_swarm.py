@@ -205,7 +205,7 @@ def test_a_hanging_answer_of_a_peer_takes_the_processor_time_of_peers_and_not_th
             "train": {"steps": 1, "groups_per_step": 1},
             "eval": {"every_steps": 0, "questions": 1},
             "reward": {"timeout_s": 3600},
-            "swarm": {"external_groups": 1, "score_s": 0.2, "wait_s": 30, "round_offers": 1},
+            "swarm": {"external_groups": 1, "wait_s": 30, "round_offers": 1},
         }
     )
     with prepare(settings) as prepared:

@@ -108,7 +108,7 @@ async def opened(directory: Path) -> None:
 
 
 def test_a_teacher_that_cannot_be_asked_is_refused(tiny_model_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected 1, 1 and 0 with a URL as train.teacher"):
+    with pytest.raises(ConfigError, match=r"expected 1 with a URL as train.teacher"):
         parse({"tasks": [{"name": "chain_sum"}], "train": {"teacher": "http://x/v1"}, "rollout": {"temperature": 0.7}})
     with pytest.raises(EngineUnavailable, match="HTTP 404"):
         asyncio.run(opened(tiny_model_dir))

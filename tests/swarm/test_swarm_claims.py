@@ -18,6 +18,7 @@ from shoal.reward.service import RewardService
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
+from shoal.swarm.limits import QuestionLimits
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
@@ -48,7 +49,7 @@ def claims() -> list[Claim]:
 
 @pytest.fixture(scope="module")
 def anything(library: Library) -> Iterator[OwnTasks]:
-    own = OwnTasks(library.services, SwarmConfig(datasets="any", draw_characters=400))
+    own = OwnTasks(library.services, SwarmConfig(datasets="any"), limits=QuestionLimits(characters=400))
     yield own
     own.close()
 
@@ -114,7 +115,7 @@ def test_settings_of_peers_bring_no_words_no_files_and_no_sizes(
 
 
 def test_a_question_that_takes_too_much_time_or_memory_is_none(library: Library, claims: list[Claim]) -> None:
-    own = OwnTasks(library.services, SwarmConfig(datasets="any", draw_s=2.0))
+    own = OwnTasks(library.services, SwarmConfig(datasets="any"), limits=QuestionLimits(draw_s=2.0))
     huge = with_settings(claims[0], "rotate_matrix", min_n=30_000, max_n=30_000)
     assert decided(own, huge) in (Reason.TIMED_OUT, Reason.NOT_DRAWN, Reason.OUT_OF_BOUNDS)
     assert isinstance(decided(own, claims[0]), Task)

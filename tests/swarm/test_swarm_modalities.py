@@ -24,6 +24,7 @@ from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES, MemoryExchange, MemorySwarm
 from shoal.swarm.generator import Generator, GeneratorPace
+from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Attached, Claim, GeneratorKind, Offer, OfferedRollout
@@ -53,11 +54,11 @@ class Watched(MemoryExchange):
 
 @asynccontextmanager
 async def joined(
-    exchange: MemoryExchange, services: Sequence[Environment], folder: Path, bounds: SwarmConfig | None = None
+    exchange: MemoryExchange, services: Sequence[Environment], folder: Path, limits: QuestionLimits = USUAL
 ) -> AsyncIterator[Joined]:
-    bounds, identity = bounds or SwarmConfig(), Identity.fresh()
-    async with PythonTasks(services, bounds) as python:
-        own = OwnTasks(services, bounds, python, AttachmentReader(services, bounds, python, exchange))
+    identity = Identity.fresh()
+    async with PythonTasks(services, limits) as python:
+        own = OwnTasks(services, None, python, AttachmentReader(services, python, exchange, limits), limits)
         yield Joined(exchange, own, identity, folder, CONFIG)
         own.close()
 
@@ -156,8 +157,8 @@ def test_hostile_images_cost_even_a_careless_reader_nothing_but_time(tmp_path: P
 
     async def main() -> None:
         hub = MemorySwarm()
-        bounds = SwarmConfig(draw_s=3.0, attachment_bytes=200_000)
-        async with joined(hub.join(), [task], tmp_path, bounds) as node:
+        limits = QuestionLimits(draw_s=3.0, attachment_bytes=200_000)
+        async with joined(hub.join(), [task], tmp_path, limits) as node:
             found = {}
             for name, data in images().items():
                 claim = await attach(hub, data)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from chat_templates import ANSWERING, renderer_of
-from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.environments.calculator import calculator
 from shoal.environments.guess_number import guess_number
 from shoal.net.identity import Identity
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.exchange import MemorySwarm
+from shoal.swarm.limits import QuestionLimits
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
 from shoal.swarm.peer import Joined
@@ -86,10 +86,10 @@ async def guessed(game: Definition, index: int = 0) -> Group:
 
 
 @asynccontextmanager
-async def own_tasks(services: Sequence[Definition], **settings: object) -> AsyncIterator[OwnTasks]:
-    bounds = SwarmConfig.model_validate(settings)
-    async with PythonTasks(services, bounds) as python:
-        own = OwnTasks(services, bounds, python)
+async def own_tasks(services: Sequence[Definition], draw_s: float = 5.0) -> AsyncIterator[OwnTasks]:
+    limits = QuestionLimits(draw_s)
+    async with PythonTasks(services, limits) as python:
+        own = OwnTasks(services, python=python, limits=limits)
         yield own
         own.close()
 
@@ -340,13 +340,3 @@ def test_the_code_that_reads_peers_text_gets_nothing_of_this_machine(tmp_path: P
 
     asyncio.run(main())
     assert not touched.exists()
-
-
-def test_thoughts_are_stripped_where_the_node_says_so() -> None:
-    task = Task("t", "s", (Message(Role.USER, "3 + 4?"),), "7")
-    thought = Message(Role.ASSISTANT, "7", reasoning="3, then 4")
-    group = Group("g", task, (Rollout("r", (*task.messages, thought), (Turn((1,), DRAWN),), Reward(1.0)),), 0)
-    kept, stripped = (offer_of(group, Claim("s", "3 + 4?", "7"), "m", 1.0, thoughts=one) for one in (True, False))
-    assert "3, then 4" in kept.rollouts[0].text
-    assert stripped.rollouts[0].text == "7"
-    assert wire.decode(wire.encode(kept), Offer) == kept

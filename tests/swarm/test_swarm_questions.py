@@ -18,6 +18,7 @@ from shoal.reward.service import RewardService
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemorySwarm
+from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.node import Node
 from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
@@ -36,8 +37,10 @@ def service(folder: Path, name: str, scorer: object, **columns: object) -> Jsonl
     return JsonlService(TaskConfig.model_validate(config), 0)
 
 
-def decided(claim: Claim, own: Sequence[JsonlService] = (), **settings: object) -> Task | Reason:
-    tasks = OwnTasks(own, SwarmConfig.model_validate(settings))
+def decided(
+    claim: Claim, own: Sequence[JsonlService] = (), limits: QuestionLimits = USUAL, **settings: object
+) -> Task | Reason:
+    tasks = OwnTasks(own, SwarmConfig.model_validate(settings), limits=limits)
     found = asyncio.run(tasks.task(claim))
     tasks.close()
     return found
@@ -55,7 +58,7 @@ def test_a_question_is_taken_with_the_checkers_that_the_node_lists(tmp_path: Pat
     assert isinstance(found, Task)
     assert (found.messages, found.answer, task_spec(found)) == (task.messages, task.answer, task_spec(task))
     assert found.service == f"questions_{name}"
-    assert decided(claim, checkers=[name], draw_characters=5) is Reason.OUT_OF_BOUNDS
+    assert decided(claim, checkers=[name], limits=QuestionLimits(characters=5)) is Reason.OUT_OF_BOUNDS
 
 
 def test_no_code_model_or_size_of_a_peer_gets_in(tmp_path: Path) -> None:

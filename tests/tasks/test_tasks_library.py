@@ -12,9 +12,10 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from shoal.config import SwarmConfig, TaskConfig
+from shoal.config import TaskConfig
 from shoal.errors import OtherRelease, TaskError
 from shoal.swarm.claim_verification import OwnTasks
+from shoal.swarm.limits import QuestionLimits
 from shoal.swarm.refusals import Reason
 from shoal.tasks.library import Library
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService
@@ -157,7 +158,7 @@ def test_a_question_of_another_release_is_told_from_one_that_cannot_be() -> None
 
 def test_a_claim_that_this_node_is_too_slow_to_draw_again_is_no_fault_of_its_author() -> None:
     async def main(tasks: Library) -> None:
-        own = OwnTasks(tasks.services, SwarmConfig(draw_s=0.5))
+        own = OwnTasks(tasks.services, limits=QuestionLimits(draw_s=0.5))
         claim = await own.claim(tasks.draw(Split.TRAIN, 1))
         assert isinstance(await own.task(claim), Task)
         (drawing,) = children() - before

@@ -438,11 +438,11 @@ def test_a_reset_at_push_makes_the_next_update_as_large_as_the_first(tiny_model_
     assert kept[-1] < 0.8 * kept[0]
 
 
-@pytest.mark.parametrize(("schedule", "quarter"), [("constant", 1.0), ("linear", 0.8125), ("cosine", 0.890165)])
+@pytest.mark.parametrize(("schedule", "quarter"), [("constant", 1.0), ("linear", 0.75), ("cosine", 0.853553)])
 def test_the_rate_rises_to_its_peak_and_falls_by_its_schedule_to_its_end(schedule: str, quarter: float) -> None:
     lengths = {"steps": 10, "minibatches": 2, "groups_per_step": 2, "warmup_steps": 4, "rewarm_updates": 2}
-    config = TrainConfig.model_validate({"lr": 1.0, "lr_schedule": schedule, "lr_end": 0.25, **lengths})
-    half, end = (1.0, 1.0) if schedule == "constant" else (0.625, 0.25)
+    config = TrainConfig.model_validate({"lr": 1.0, "lr_schedule": schedule, **lengths})
+    half, end = (1.0, 1.0) if schedule == "constant" else (0.5, 0.0)
     rates = [learning_rate(config, update, None) for update in (0, 3, 4, 8, 12, 20, 30)]
     assert rates == pytest.approx([0.25, 1.0, 1.0, quarter, half, end, end], rel=1e-5)
     assert [learning_rate(config, 20 + k, k) for k in range(3)] == pytest.approx([end / 2, end, end])

@@ -28,16 +28,15 @@ from shoal.config.training import (
     TrainConfig,
 )
 from shoal.errors import ConfigError
-from shoal.trainer.loss import kl, log_linear_prox, own_loss, to_go, token_loss
+from shoal.trainer.loss import DUAL_CLIP, kl, log_linear_prox, own_loss, to_go, token_loss
 from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
 
-NO_DUAL_CLIP = 1e9
 ALL_LOSSES: list[LossConfig] = [
     GRPOLoss(),
     DecoupledLoss(),
     DecoupledLoss(over_cap="mask"),
-    DecoupledLoss(weight_level="sequence", weight_floor=0.5),
+    DecoupledLoss(weight_level="sequence", over_cap="band"),
     DoubleSidedLoss(),
     GSPOLoss(),
     CISPOLoss(),
@@ -140,31 +139,29 @@ def test_decoupled_and_its_gradient_equal_the_definition(case: Case, over_cap: s
 @given(cases())
 def test_double_sided_and_its_gradient_equal_the_definition(case: Case) -> None:
     wanted = defined(case, lambda logp: reference.double_sided(logp, case.behav, case.advantage, case.mask, 0.3, 5.0))
-    assert_equal(ours(case, DoubleSidedLoss(band_low=0.3, band_high=5.0)), wanted)
+    assert_equal(ours(case, DoubleSidedLoss(clip_low=0.3, clip_high=5.0)), wanted)
 
 
-bounds = st.sampled_from([(0.0, 5.0), (0.5, 2.0), (0.01, 100.0)])
-over_caps: st.SearchStrategy[Literal["clamp", "mask"]] = st.sampled_from(["clamp", "mask"])
+over_caps: st.SearchStrategy[Literal["clamp", "mask", "band"]] = st.sampled_from(["clamp", "mask", "band"])
 
 
-@given(cases(), bounds, over_caps)
+@given(cases(), st.sampled_from([2.0, 5.0, 100.0]), over_caps)
 def test_decoupled_by_row_and_its_gradient_equal_the_definition(
-    case: Case, bounds: tuple[float, float], over_cap: Literal["clamp", "mask"]
+    case: Case, cap: float, over_cap: Literal["clamp", "mask", "band"]
 ) -> None:
-    config = DecoupledLoss(weight_floor=bounds[0], weight_cap=bounds[1], weight_level="sequence", over_cap=over_cap)
+    config = DecoupledLoss(weight_cap=cap, weight_level="sequence", over_cap=over_cap)
+    bounds, over = (1 / cap if over_cap == "band" else 0.0, cap), "clamp" if over_cap == "clamp" else "mask"
     streams = (case.prox, case.behav, case.advantage, case.mask, case.rows)
-    wanted = defined(case, lambda logp: reference.decoupled_by_row(logp, *streams, (0.2, 0.28), bounds, over_cap, 3.0))
+    wanted = defined(case, lambda logp: reference.decoupled_by_row(logp, *streams, (0.2, 0.28), bounds, over, 3.0))
     assert_equal(ours(case, config), wanted)
 
 
 @given(cases(), st.floats(1.1, 5.0))
 def test_decoupled_masked_outside_a_band_is_icepop(case: Case, beta: float) -> None:
-    config = DecoupledLoss(
-        weight_floor=1 / beta, weight_cap=beta, over_cap="mask", clip_high=0.2, dual_clip=NO_DUAL_CLIP
-    )
+    config = DecoupledLoss(weight_cap=beta, over_cap="band", clip_high=0.2)
     streams = (case.prox, case.behav, case.advantage, case.mask)
     assert_equal(
-        ours(case, config), defined(case, lambda logp: reference.icepop(logp, *streams, (0.2, 0.2), beta, NO_DUAL_CLIP))
+        ours(case, config), defined(case, lambda logp: reference.icepop(logp, *streams, (0.2, 0.2), beta, DUAL_CLIP))
     )
 
 
@@ -178,12 +175,14 @@ def test_gspo_and_its_gradient_equal_the_definition(case: Case, clip: tuple[floa
 @given(cases())
 def test_cispo_and_its_gradient_equal_the_definition(case: Case) -> None:
     streams = (case.behav, case.advantage, case.mask)
-    assert_equal(ours(case, CISPOLoss(ratio_cap=5.0)), defined(case, lambda logp: reference.cispo(logp, *streams, 5.0)))
+    assert_equal(
+        ours(case, CISPOLoss(weight_cap=5.0)), defined(case, lambda logp: reference.cispo(logp, *streams, 5.0))
+    )
 
 
 @given(cases(), st.sampled_from(["token", "sequence"]), over_caps)
 def test_reinforce_and_its_gradient_equal_the_definition(
-    case: Case, level: Literal["token", "sequence"], over_cap: Literal["clamp", "mask"]
+    case: Case, level: Literal["token", "sequence"], over_cap: Literal["clamp", "mask", "band"]
 ) -> None:
     config = ReinforceLoss(weight_cap=2.0, weight_level=level, over_cap=over_cap)
     streams = (case.behav, case.advantage, case.mask, case.rows)
@@ -291,7 +290,7 @@ def test_shares_count_clipped_masked_and_capped_tokens() -> None:
     theta = torch.tensor([0.0, 1.0, 3.0]) - 4.0
     streams = Streams(theta, theta, ones * -4.0, ones, torch.zeros(3).long(), 1)
     clipped = token_loss(streams, GRPOLoss()).clipped_T
-    masked = token_loss(streams, DoubleSidedLoss(band_low=0.3, band_high=5.0)).masked_T
+    masked = token_loss(streams, DoubleSidedLoss(clip_low=0.3, clip_high=5.0)).masked_T
     capped = token_loss(streams, DecoupledLoss(weight_cap=5.0)).capped_T
     left_out = token_loss(streams, DecoupledLoss(weight_cap=5.0, over_cap="mask")).masked_T
     assert [None if one is None else one.tolist() for one in (clipped, masked, capped, left_out)] == [

@@ -24,7 +24,7 @@ from shoal.types import Sample
 BUDGET_TOKENS = 30
 LOSSES = [
     {"name": "grpo"},
-    {"name": "decoupled", "weight_level": "sequence", "weight_floor": 0.2},
+    {"name": "decoupled", "weight_level": "sequence", "over_cap": "band"},
     {"name": "double_sided"},
     {"name": "gspo", "clip_low": 0.2, "clip_high": 0.3},
     {"name": "cispo"},
@@ -223,7 +223,7 @@ def test_the_entropy_bonus_and_its_gradient_equal_the_definition(tiny_model_dir:
 
 def test_log_linear_proximal_weights_of_a_first_update_are_the_recomputed_ones(tiny_model_dir: Path) -> None:
     rows = batch(6)
-    ours = trainer(tiny_model_dir, loss={"name": "decoupled", "proximal": "log_linear"})
+    ours = trainer(tiny_model_dir, loss={"name": "decoupled", "behaviour_correction": "log_linear"})
     exact = trainer(tiny_model_dir, loss={"name": "decoupled"})
     for version in (3, 9):
         torch.testing.assert_close(gradient(ours, rows, version=version)[0], gradient(exact, rows)[0])

@@ -43,7 +43,6 @@ class RayPlan(msgspec.Struct, frozen=True):
     address: str
     url: str
     logs: str
-    spread: bool
     hosts: int = 0
     """Hosts of the trainer's ranks; with `gpus` 0 each has one rank, on the CPU."""
     gpus: int = 0
@@ -138,7 +137,7 @@ def drive() -> None:
     plan = msgspec.json.decode(os.environ.pop(PLAN), type=RayPlan)
     token = os.environ.pop(TOKEN_VARIABLE)
     ray.init(address=plan.address, log_to_driver=False, include_dashboard=None)
-    actor, wide = ray.remote(RoleProcess), "SPREAD" if plan.spread else "DEFAULT"
+    actor, wide = ray.remote(RoleProcess), "SPREAD"
 
     def role(name: str, words: list[str], gpus: int, strategy: object) -> None:
         def start() -> Any:

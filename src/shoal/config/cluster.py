@@ -47,7 +47,6 @@ class ClusterConfig(Section):
     )
     engines: EnginePlaces | None = Field(None, description="Engines that Ray starts, besides engine.count here.")
     rewards: int = Field(0, ge=0, le=1024, description="Scorers that Ray starts; they need reward.workers = 0.")
-    spread: bool = Field(True, description="Whether Ray spreads engines and scorers over hosts, or fills hosts first.")
     trainer: TrainerPlaces | None = Field(
         None,
         description="Hosts and GPUs of ranks that join the run; without it train.ranks start on this host.",

@@ -28,7 +28,7 @@ class Setting:
 _NO_KL = "no distance to a reference model"
 _CLIP: JsonValue = {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28}
 _DECOUPLED: JsonValue = {"name": "decoupled", "clip_low": 0.2, "clip_high": 0.2}
-_DOUBLE_SIDED: JsonValue = {"name": "double_sided", "band_low": 0.3, "band_high": 5.0}
+_DOUBLE_SIDED: JsonValue = {"name": "double_sided", "clip_low": 0.3, "clip_high": 5.0}
 
 PRESETS: Mapping[str, Mapping[str, Setting]] = {
     "areal": {

@@ -18,7 +18,7 @@ from shoal.config.swarm import SwarmConfig
 from shoal.config.training import LOSS_OF, OWN_SETTINGS, UNUSED, DPOLoss, PositiveOnlyLoss, TrainConfig, foreign_setting
 from shoal.config.urls import NATS, checked_url
 from shoal.staleness import Late, Staleness
-from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K
+from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
 EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums")
 """Models that come with Shoal."""
@@ -89,11 +89,6 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Rollouts per task.")
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
     temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Sampling temperature.")
-    top_p: float = Field(
-        1.0, gt=0, le=1, description="Nucleus size; 1 is off, and trained answers need it (all but positive_only)."
-    )
-    top_k: int = Field(0, ge=0, le=MOST_TOP_K, description="Most likely tokens kept; 0 is off.")
-    min_p: float = Field(0.0, ge=0, lt=1, description="Share of the top probability a token must reach; 0 is off.")
     ratios: Literal["fixed", "tokens", "automatic"] = Field(
         "fixed", description="Weights of groups, of sampled tokens, or by the informative groups (within 0.1 to 4 x)."
     )
@@ -110,7 +105,6 @@ class EngineConfig(Section):
         [], description="Numbers of the engines' GPUs, one each; those after the trainer's when empty, or shared."
     )
     max_running: int = Field(128, ge=1, le=65536, description="Sequences decoded at once by the local engine.")
-    max_waiting: int = Field(8192, ge=1, description="Sequences queued before the engine answers 503.")
     max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")
     adapters: bool = Field(
         False, description="Whether servers of `urls` load the adapters of `train.lora` in place of merged weights."
@@ -180,20 +174,15 @@ class LogConfig(Section):
     """How much of the experience log stays in one file."""
 
     keep_steps: int = Field(200, ge=0, description="Steps in log.sqlite; older ones go to Parquet files; 0 keeps all.")
-    tokens_mb: int = Field(
-        256,
-        ge=0,
-        description="Megabytes of the newest steps' numbers per trained token (ratio, entropy); 0 writes none.",
-    )
 
 
 class MetricsConfig(Section):
     """Where numbers go besides metrics.jsonl."""
 
-    prometheus_port: int | None = Field(None, ge=0, le=65535, description="Serve /metrics on loopback; 0 picks a port.")
     trackers: list[str] = Field(
         [],
-        description="Trackers: tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that name) or module:function.",
+        description="Trackers: prometheus:PORT (0 picks one), tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of "
+        "that name), or module:function.",
     )
 
 
@@ -312,8 +301,8 @@ def _in_training(config: Config) -> Iterator[str]:
     train, rollout = config.train, config.rollout
     if train.teacher is not None and (train.advantage in ("batch", "gae") or train.kl.coefficient):
         yield "train.teacher: expected none with train.kl.coefficient or train.advantage = 'batch' or 'gae'"
-    if train.teacher_url is not None and (rollout.temperature, rollout.top_p, rollout.top_k) != (1.0, 1.0, 0):
-        yield "rollout.temperature, top_p, top_k: expected 1, 1 and 0 with a URL as train.teacher, which scores so"
+    if train.teacher_url is not None and rollout.temperature != 1.0:
+        yield f"rollout.temperature: expected 1 with a URL as train.teacher, got {rollout.temperature:g}"
     groups, over_batch = train.groups_per_step, not train.compares_within_groups
     if train.router_replay and (config.engine.urls or config.cluster.listen):
         yield "train.router_replay: expected false with engine.urls or cluster.listen, whose engines tell no experts"
@@ -335,13 +324,6 @@ def _in_training(config: Config) -> Iterator[str]:
         )
     if (overlong := train.overlong_tokens) >= rollout.max_tokens:
         yield f"train.overlong_tokens: expected less than rollout.max_tokens = {rollout.max_tokens}, got {overlong}"
-    for name, off in {"top_p": 1, "top_k": 0, "min_p": 0}.items():
-        # The trainer would compute other logprobs than tokens were sampled with.
-        if (value := getattr(rollout, name)) != off and not isinstance(train.loss, PositiveOnlyLoss):
-            yield (
-                f"rollout.{name}: expected {off}, which is off, got {value:g}: the loss {train.loss.name!r} compares "
-                "logprobs of whole distributions"
-            )
     if config.asynchrony.late == "mask_tokens" and (train.kl.coefficient or train.entropy_bonus):
         yield (
             "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, "

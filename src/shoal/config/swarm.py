@@ -42,21 +42,6 @@ class SwarmConfig(Section):
     checkers: list[Literal["exact", "number", "math", "regex", "code"]] = Field(
         [], description="Checkers with which peers' questions are taken that this node has not; truths are the peers'."
     )
-    thoughts: Literal["keep", "strip"] = Field(
-        "keep", description="Thoughts before answers, in what the node shares and in what it takes."
-    )
-    draw_s: float = Field(
-        5.0, gt=0, description="Seconds in which a peer's question must be drawn again, or a conversation played."
-    )
-    score_s: float = Field(
-        1.0, gt=0, description="Processor time of one score of a peer's answer; more counts against its author."
-    )
-    draw_characters: int = Field(
-        8000, ge=1, description="Length of question and truth up to which a peer's own settings are taken."
-    )
-    attachment_bytes: int = Field(
-        65536, ge=1, le=262144, description="Size up to which images and other attachments of peers are fetched."
-    )
     wait_s: float = Field(
         0.0,
         ge=0,

@@ -13,9 +13,6 @@ _Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 class _Clipped(Section):
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
-    dual_clip: float = Field(
-        3.0, gt=1, description="Ratio above which negative advantages give no gradient (dual clip); a huge one is off."
-    )
 
 
 class _Weighed(Section):
@@ -23,7 +20,9 @@ class _Weighed(Section):
     weight_level: Literal["token", "sequence"] = Field(
         "token", description="Whether it is of each token or the product over each row."
     )
-    over_cap: Literal["clamp", "mask"] = Field("clamp", description="Treatment of tokens above the bound.")
+    over_cap: Literal["clamp", "mask", "band"] = Field(
+        "clamp", description="Treatment of tokens above the bound; `band` also masks those below 1 / weight_cap."
+    )
 
 
 class GRPOLoss(_Clipped):
@@ -37,14 +36,10 @@ class DecoupledLoss(_Weighed, _Clipped):
 
     name: Literal["decoupled"] = "decoupled"
     weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
-    weight_floor: float = Field(
-        0.0, ge=0, lt=1, description="Bound on pi_prox / pi_behav below which tokens are masked."
-    )
-    proximal: Literal["recomputed", "log_linear"] = Field(
-        "recomputed", description="Exact (free when minibatches = 1), or interpolated by versions."
-    )
-    behaviour_correction: Literal["on", "off_and_biased"] = Field(
-        "on", description="Whether pi_prox / pi_behav weighs each token; turning it off biases the gradient."
+    behaviour_correction: Literal["on", "log_linear", "off_and_biased"] = Field(
+        "on",
+        description="Whether pi_prox / pi_behav weighs each token: with exact proximal weights (free when "
+        "minibatches = 1), with weights interpolated by Versions, or not at all, which biases the gradient.",
     )
 
 
@@ -52,8 +47,8 @@ class DoubleSidedLoss(Section):
     """Direct double-sided importance sampling (GLM-5): tokens outside the band give no gradient."""
 
     name: Literal["double_sided"] = "double_sided"
-    band_low: float = Field(0.3, gt=0, le=1, description="Ratios at or below 1 - band_low are masked.")
-    band_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + band_high are masked.")
+    clip_low: float = Field(0.3, gt=0, le=1, description="Ratios at or below 1 - clip_low are masked.")
+    clip_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + clip_high are masked.")
 
 
 class GSPOLoss(_Clipped):
@@ -68,7 +63,7 @@ class CISPOLoss(Section):
     """REINFORCE with each token's importance weight clamped from above (MiniMax-M1); every token keeps a gradient."""
 
     name: Literal["cispo"] = "cispo"
-    ratio_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
+    weight_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
 
 
 class ReinforceLoss(_Weighed):
@@ -81,8 +76,6 @@ class SoftAdaptiveLoss(Section):
     """A smooth gate on the ratio instead of a clip (Soft Adaptive Policy Optimization)."""
 
     name: Literal["soft_adaptive"] = "soft_adaptive"
-    tau_positive: float = Field(1.0, gt=0, description="How fast the gate closes where the advantage is positive.")
-    tau_negative: float = Field(1.05, gt=0, description="How fast it closes elsewhere.")
 
 
 class PositiveOnlyLoss(Section):
@@ -120,7 +113,7 @@ LossConfig: TypeAlias = Annotated[
 ]
 
 
-_RATE: Final = {"lr", "warmup_steps", "lr_schedule", "lr_end", "betas", "weight_decay", "max_grad_norm"}
+_RATE: Final = {"lr", "warmup_steps", "lr_schedule", "betas", "weight_decay", "max_grad_norm"}
 _PROCESS: Final = {"lora", "tokens_per_microbatch", "offload", "gpus", "ranks", "experts"}
 OWN_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
     "sft": frozenset(_RATE | _PROCESS | {"steps", "groups_per_step", "minibatches", "loss_mean"}),
@@ -156,8 +149,6 @@ class CriticConfig(Section):
     """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
 
     gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
-    value_clip: float = Field(0.2, gt=0, description="Distance a step may move a value before its gradient is cut.")
-    coefficient: float = Field(0.5, gt=0, description="Weight of the value loss.")
     lr: float | None = Field(None, gt=0, description="Peak learning rate of the value head; train.lr when unset.")
 
 
@@ -201,10 +192,7 @@ class TrainConfig(Section):
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     lr_schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Fall of the rate from then to the end of steps * minibatches updates."
-    )
-    lr_end: float = Field(
-        0.0, ge=0, le=1, description="Share of the peak at which a falling rate ends, after the last update."
+        "constant", description="Fall of the rate from then to 0 at the end of steps * minibatches updates."
     )
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's moving averages.")
     weight_decay: float = Field(0.0, ge=0, lt=1, description="Weight decay of AdamW; 0 is Adam.")

@@ -50,7 +50,6 @@ def engine_child(
         "device": model.device,
         "threads": threads,
         "max-running": engine.max_running,
-        "max-waiting": engine.max_waiting,
         "on-update": engine.on_update,
         "max-model-len": max_model_len,
         "weights": weights,

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from shoal.config import MetricsConfig
 from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError, without_credentials
-from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker
+from shoal.observe.trackers import PROMETHEUS, OtherTracker, TrackedRun, checked_tracker, other_tracker
 from shoal.trainer.messages import STATS_MEANINGS
 
 WARNINGS = frozenset(
@@ -233,7 +233,7 @@ class PrometheusTracker:
             self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
         except OSError as error:
             raise ConfigError(
-                f"metrics.prometheus_port: expected a free port, got {port} ({error.strerror}); 0 picks one"
+                f"metrics.trackers: prometheus: expected a free port, got {port} ({error.strerror}); 0 picks one"
             ) from error
         self.port = int(self._server.server_port)
 
@@ -346,11 +346,11 @@ def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Call
     """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
     others: list[Adapter] = []
     try:
-        if settings.prometheus_port is not None:
-            others.append(PrometheusTracker(settings.prometheus_port))
         tracked = TrackedRun(run_dir, _settings_of(run_dir))
         for text in settings.trackers:
-            others.append(other_tracker(text, tracked))
+            kind, _, port = text.partition(":")
+            is_served = kind == PROMETHEUS and checked_tracker(text)
+            others.append(PrometheusTracker(int(port)) if is_served else other_tracker(text, tracked))
         return Trackers(JsonlTracker(run_dir / "metrics.jsonl"), others, listeners)
     except (ConfigError, RunDirError):
         for other in others:

@@ -20,6 +20,8 @@ from shoal.types import RolloutStatus
 FOLDER, SUFFIX = "tokens", ".safetensors"
 MOST_FILES = 1000
 """Files of small steps are limited by their number."""
+MOST_MB = 256
+"""Megabytes of all files: a million tokens of four numbers take 16."""
 
 
 class TokensFiles:
@@ -28,7 +30,7 @@ class TokensFiles:
     Invariant: after `prune` they have at most `most_mb` megabytes and are at most `MOST_FILES`, or are of one step.
     """
 
-    def __init__(self, run_dir: Path, most_mb: int) -> None:
+    def __init__(self, run_dir: Path, most_mb: int = MOST_MB) -> None:
         self._folder, self._most_bytes = run_dir / FOLDER, most_mb * 1_000_000
         found = sorted(self._folder.glob(f"*{SUFFIX}")) if most_mb else []
         self._sizes = {file: file.stat().st_size for file in found}  # oldest first

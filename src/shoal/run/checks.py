@@ -14,7 +14,7 @@ from shoal.config.presets import PRESETS
 from shoal.errors import ConfigError, TaskError, without_credentials
 from shoal.interfaces import Environment
 from shoal.net.listening import listening_socket
-from shoal.observe.trackers import checked_tracker
+from shoal.observe.trackers import PROMETHEUS, checked_tracker
 from shoal.reward.user_functions import FunctionScorer
 from shoal.run.run_dir import check_run_dir
 from shoal.swarm.options import NatsOptions
@@ -30,7 +30,7 @@ PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443, "nats": 4222, "tls": 42
 
 def check_start(config: Config, *, resume: bool = False) -> None:
     """Raises a `ShoalError` for a run that cannot begin, whatever its model and tasks."""
-    swarm, metrics = config.swarm, config.metrics
+    swarm = config.swarm
     sharer_of(swarm.share), taker_of(swarm.take)
     if swarm.servers:
         NatsOptions(swarm.servers, swarm.name)
@@ -42,15 +42,14 @@ def check_start(config: Config, *, resume: bool = False) -> None:
             f"swarm.external_groups: {by}peers' groups need swarm.servers to come from. "
             "Name servers, or set swarm.external_groups to 0 to train alone"
         )
-    for text in metrics.trackers:
-        checked_tracker(text)
+    for text in config.metrics.trackers:
+        if checked_tracker(text) == PROMETHEUS:
+            try:
+                listening_socket("127.0.0.1", int(text.partition(":")[2])).close()
+            except ConfigError as error:
+                raise ConfigError(f"metrics.trackers: {text}: {error}") from None
     if config.train.lora.rank and find_spec("peft") is None:
         raise ConfigError("train.lora.rank: expected the package peft; pip install 'shoal[lora]' brings it")
-    if metrics.prometheus_port:
-        try:
-            listening_socket("127.0.0.1", metrics.prometheus_port).close()
-        except ConfigError as error:
-            raise ConfigError(f"metrics.prometheus_{error}") from None
     check_run_dir(Path(config.run_dir), resume=resume)
 
 

@@ -25,6 +25,7 @@ from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer
 from shoal.swarm.invitation import guest_key, invitation
+from shoal.swarm.limits import SCORE_S
 from shoal.swarm.node import Node
 from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import Joined, Peer
@@ -57,8 +58,8 @@ async def _joined(
             options = NatsOptions(config.swarm.servers, config.swarm.name)
             exchange = await stack.enter_async_context(NatsExchange(options))
         identity = Identity.load(folder / "identity.pem")
-        python = PythonTasks(services, config.swarm)
-        reader = AttachmentReader(services, config.swarm, python, exchange)
+        python = PythonTasks(services)
+        reader = AttachmentReader(services, python, exchange)
         own = OwnTasks(services, config.swarm, await stack.enter_async_context(python), reader)
         stack.push_async_callback(asyncio.to_thread, own.close)
         await asyncio.to_thread(own.check)
@@ -87,7 +88,7 @@ async def swarm_node(
         services = list(prepared.environments.values())
         joined = await stack.enter_async_context(_joined(config, run_dir, services, exchange))
         if apart and config.swarm.external_groups:
-            shorter_s = min(config.reward.timeout_s, config.swarm.score_s)
+            shorter_s = min(config.reward.timeout_s, SCORE_S)
             reward = config.reward.model_copy(update={"workers": 1, "timeout_s": shorter_s})
             alone = config.model_copy(update={"reward": reward})
             log = run_dir / "logs" / "peers.log"

@@ -91,7 +91,7 @@ class TrainLoop:
         self._archiving: asyncio.Task[None] | None = None
         self._archived = -1
         self._saved: int | None = None  # the step of saved files that no checkpoint has yet
-        self._tokens_files = TokensFiles(parts.run_dir, parts.config.log.tokens_mb)
+        self._tokens_files = TokensFiles(parts.run_dir)
         self._busy_s = 0.0
         self._load_s = 0.0  # of the newest loaded Version
         self._held_back: list[bool] = []  # at each look since the step before

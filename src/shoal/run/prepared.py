@@ -43,9 +43,10 @@ class Prepared:
 
 def sampling_of(config: Config, prepared: Prepared) -> Sampling:
     """Sampling of a run's training."""
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-    settings = config.rollout.model_dump(include=set(names))
-    return Sampling(**settings, stop_token_ids=prepared.renderer.stop_token_ids, seed=config.seed)
+    rollout, stops = config.rollout, prepared.renderer.stop_token_ids
+    return Sampling(
+        max_tokens=rollout.max_tokens, temperature=rollout.temperature, stop_token_ids=stops, seed=config.seed
+    )
 
 
 def version_file(config: Config) -> str:

@@ -57,7 +57,6 @@ def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> 
         cluster.address,
         f"{'https' if tls_files() else 'http'}://{cluster.listen}",
         str(Path(config.run_dir).absolute() / "logs"),
-        cluster.spread,
         hosts=ranks.hosts if ranks else 0,
         gpus=ranks.gpus if ranks else 0,
         engines=engines.count if engines else 0,

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from shoal.config import SwarmConfig
 from shoal.errors import ExchangeUnavailable, TaskError
 from shoal.interfaces import Attachments
 from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES
+from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import TEXT, Attached, Claim
 from shoal.swarm.refusals import Reason
 from shoal.tasks.holdout import split_of
@@ -40,9 +40,13 @@ class AttachmentReader:
     """Reads and writes claims with attachments, for the own tasks that have a reader."""
 
     def __init__(
-        self, services: Iterable[object], bounds: SwarmConfig, python: "PythonTasks", attachments: Attachments
+        self,
+        services: Iterable[object],
+        python: "PythonTasks",
+        attachments: Attachments,
+        limits: QuestionLimits = USUAL,
     ) -> None:
-        self._bounds, self._python, self._attachments = bounds, python, attachments
+        self._limits, self._python, self._attachments = limits, python, attachments
         tasks = [one for one in services if isinstance(one, Definition)]
         # Peers' texts reach no code outside of a sandbox: a task that scores by itself takes none of these questions.
         self._readers = {one.name: one for one in tasks if one.media and not (one.scores or one.converses)}
@@ -77,7 +81,7 @@ class AttachmentReader:
             return Reason.OTHER_MODALITY
         if claim.truth is None or not claim.attachments:
             return Reason.UNKNOWN_TASK
-        if max(one.size_bytes for one in claim.attachments) > self._bounds.attachment_bytes:
+        if max(one.size_bytes for one in claim.attachments) > self._limits.attachment_bytes:
             return Reason.OUT_OF_BOUNDS
         parts = []
         for attached in claim.attachments:
@@ -88,7 +92,7 @@ class AttachmentReader:
         question = await self._python.read(reader.name, claim.question, parts)
         if isinstance(question, Reason):
             return question
-        if len(question.text) + len(claim.truth) > self._bounds.draw_characters:
+        if len(question.text) + len(claim.truth) > self._limits.characters:
             return Reason.OUT_OF_BOUNDS
         if split_of(reader.split_text(question), reader.eval_share) is Split.EVAL:
             return Reason.HELD_OUT

@@ -22,6 +22,7 @@ from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
 from shoal.swarm.attachments import AttachmentReader
+from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
 from shoal.swarm.python_tasks import PythonTasks
 from shoal.swarm.questions_of_peers import checker_of, task_of_question
@@ -40,13 +41,14 @@ class OwnTasks:
         bounds: SwarmConfig | None = None,
         python: PythonTasks | None = None,
         reader: AttachmentReader | None = None,
+        limits: QuestionLimits = USUAL,
     ) -> None:
-        """`bounds` has the datasets that are drawn with a peer's settings, and the limits of such draws.
+        """`bounds` has the datasets that are drawn with a peer's settings, `limits` the cost of such draws.
 
         Without `python`, tasks of the Python SDK are neither shared nor taken; without a `reader`, no attachments.
         """
         services, self._python, self._reader = list(services), python, reader
-        self._bounds = bounds or SwarmConfig()
+        self._bounds, self._limits = bounds or SwarmConfig(), limits
         self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
         self._listed: dict[str, tuple[Split, Task]] = {}
         for service in services:
@@ -55,7 +57,7 @@ class OwnTasks:
                     self._listed.update({_question(task): (split, task) for task in service.tasks(split)})
         # A drawer beside that of training: what a peer sends holds up nobody but peers.
         draws = bool(self._specs) or self._bounds.datasets != "mine"
-        self._drawer = ProceduralClient(self._bounds.draw_s, boxed=True) if draws else None
+        self._drawer = ProceduralClient(limits.draw_s, boxed=True) if draws else None
 
     def check(self) -> None:
         """Draws once from each dataset allowed by name. Blocks. Raises `TaskError` for an unknown dataset."""
@@ -105,7 +107,7 @@ class OwnTasks:
         if claim.receipt is None:
             split, task = self._listed.get(claim.question, (Split.TRAIN, None))
             if task is None:
-                return task_of_question(claim, self._bounds)
+                return task_of_question(claim, self._bounds.checkers, self._limits.characters)
             if task.answer != claim.truth:  # two files may differ without anybody lying
                 return Reason.UNKNOWN_TASK
             return Reason.HELD_OUT if split is Split.EVAL else task
@@ -130,7 +132,7 @@ class OwnTasks:
 
     def _redrawn(self, drawer: ProceduralClient, spec: Spec, claim: Claim) -> Task | Reason:
         assert claim.receipt is not None
-        most = None if spec in self._specs.values() else self._bounds.draw_characters
+        most = None if spec in self._specs.values() else self._limits.characters
         try:
             question, task, split = drawer.redraw(spec, claim.receipt, most)
         except TaskError as error:

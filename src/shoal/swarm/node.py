@@ -47,7 +47,7 @@ NEWCOMER_REST = 4.0
 None with `take = "uniform"`, which knows no newcomers."""
 LATE_REST: Mapping[Reason, float] = {Reason.HANGS: 150.0, Reason.TIMED_OUT: 30.0}
 """Rest used instead of `NEWCOMER_REST` when scoring or drawing an offer hit its deadline. A hanging answer costs its
-author nothing, and this node all of `swarm.score_s`; a late draw may be this machine's fault."""
+author nothing, and this node all of `SCORE_S`; a late draw may be this machine's fault."""
 MOST_TAKEN = 1 << 17
 """Messages remembered as taken. The ingress filter refuses older messages."""
 KNOWN_FILE = "known.txt"
@@ -88,7 +88,7 @@ class Node(Peer):
         self._rng = random.Random(seed_for("swarm", config.seed, self.peer_id))
         self._reader = OfferReader(joined.own, scorer, renderer, limits_of(config, max_model_len), self._rng, threads)
         model = Path(config.model.path).name or "model"
-        self._outbox = Outbox(joined.own, sharer_of(settings.share), model, thoughts=settings.thoughts == "keep")
+        self._outbox = Outbox(joined.own, sharer_of(settings.share), model)
         self._taker = taker_of(settings.take)
         self._pending = PendingOffers()
         self._newcomers_from_s = -math.inf  # of the loop's time: when it is newcomers' turn again

@@ -5,7 +5,7 @@ itself. An answer is a text, or the messages of a conversation with the sampled 
 changes its weight in training. The types bound the memory of decoding: it stops at the first length that is too large.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -188,28 +188,18 @@ def is_portable(rollout: Rollout, prompt_messages: int, *, conversations: bool =
     return conversations and in_line and sampled == len(rollout.turns) and len(answers) <= MAX_TURNS
 
 
-def offer_of(group: Group, claim: Claim, model: str, made_s: float, *, thoughts: bool = True) -> Offer:
-    """Builds the offer of an own group, without its `thoughts` if so asked.
+def offer_of(group: Group, claim: Claim, model: str, made_s: float) -> Offer:
+    """Builds the offer of an own group.
 
     Only the claim of a Python task has conversations. Raises `ValueError` when none of the rollouts is portable.
     """
     prompt, conversations = len(group.task.messages), bool(claim.source)
     portable = [one for one in group.rollouts if is_portable(one, prompt, conversations=conversations)]
-    offered = [_offered(rollout, prompt, thoughts) for rollout in portable[:MAX_ROLLOUTS]]
+    offered = [_offered(rollout, prompt) for rollout in portable[:MAX_ROLLOUTS]]
     return Offer(claim, tuple(offered), GeneratorKind.TRAINING, model_name(model), made_s)
 
 
-def without_thought(rollout: OfferedRollout) -> OfferedRollout:
-    """The rollout without the thoughts of its sampled texts; an unfinished thought leaves an empty answer.
-
-    >>> without_thought(OfferedRollout("<think>2 + 3</think>5")).text
-    '5'
-    """
-    turns = tuple(replace(one, content=parted(one.content).answer) if one.sampled else one for one in rollout.turns)
-    return replace(rollout, text=parted(rollout.text).answer, turns=turns)
-
-
-def _offered(rollout: Rollout, prompt: int, thoughts: bool) -> OfferedRollout:
+def _offered(rollout: Rollout, prompt: int) -> OfferedRollout:
     complete = [turn.completion.finish_reason is FinishReason.STOP for turn in rollout.turns]
     answers = rollout.messages[prompt:]
     if len(answers) == 1 and not answers[0].tool_calls:
@@ -221,4 +211,4 @@ def _offered(rollout: Rollout, prompt: int, thoughts: bool) -> OfferedRollout:
             text, whole = (written(one), next(ends)) if sampled else (one.content, True)
             turns.append(OfferedTurn(one.role, text, one.tool_calls, one.tool_call_id, sampled, whole))
         found = OfferedRollout("", True, tuple(turns))
-    return found if thoughts else without_thought(found)
+    return found

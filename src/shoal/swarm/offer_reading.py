@@ -18,7 +18,7 @@ from shoal.config import Config
 from shoal.errors import TaskError
 from shoal.interfaces import Renderer, Scorer
 from shoal.swarm.encoding import Encoded, EncodedRollout, encode_offer
-from shoal.swarm.offer import TEXT, Course, Offer, OfferedRollout, without_thought
+from shoal.swarm.offer import TEXT, Course, Offer, OfferedRollout
 from shoal.swarm.questions_of_peers import has_peers_truth
 from shoal.swarm.refusals import Reason
 from shoal.swarm.trust import Recogniser
@@ -35,14 +35,11 @@ class ReadingLimits:
     """Tokens of the longest answer, or turn of a conversation."""
     answers: int
     """Answers of an offer that count; of more, as many are chosen at random."""
-    thoughts: bool
-    """Whether thoughts before answers are read."""
 
 
 def limits_of(config: Config, max_model_len: int) -> ReadingLimits:
     """Bounds by a node's own rollouts, so that an external group costs and weighs no more than an own one."""
-    rollout, thoughts = config.rollout, config.swarm.thoughts == "keep"
-    return ReadingLimits(max_model_len, rollout.max_tokens, max(rollout.group_size, 2), thoughts)
+    return ReadingLimits(max_model_len, config.rollout.max_tokens, max(config.rollout.group_size, 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class OfferReader:
         if len(content.rollouts) > self.limits.answers:
             content = replace(content, rollouts=tuple(self.rng.sample(content.rollouts, self.limits.answers)))
         courses = list[tuple[OfferedRollout, Course]]()
-        for rollout in content.rollouts if self.limits.thoughts else map(without_thought, content.rollouts):
+        for rollout in content.rollouts:
             course = await self.own.course(content.claim, task, rollout)
             if isinstance(course, Reason):
                 return course

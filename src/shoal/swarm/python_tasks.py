@@ -21,12 +21,12 @@ import msgspec
 
 from shoal import wire
 from shoal.checker import is_confined, task_spec
-from shoal.config import SwarmConfig
 from shoal.errors import ChildDied, TaskError, WireError
 from shoal.plugins import described
 from shoal.sandbox.boxed_child import BoxedChild
 from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import in_thread, strongest_if_any
+from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import Claim, Course, OfferedRollout
 from shoal.swarm.python_worker import (
     DrawSeed,
@@ -81,8 +81,8 @@ class OwnTask:
 class PythonTasks:
     """Own tasks of the Python SDK. Use as an async context manager. One event loop."""
 
-    def __init__(self, services: Iterable[object], bounds: SwarmConfig) -> None:
-        self._bounds = bounds
+    def __init__(self, services: Iterable[object], limits: QuestionLimits = USUAL) -> None:
+        self._limits = limits
         self._of_service: dict[str, OwnTask] = {}
         for service in services:
             if isinstance(service, Definition):
@@ -132,7 +132,7 @@ class PythonTasks:
             return Reason.TIMED_OUT
         except (TaskError, ChildDied, ValueError, KeyError):
             return Reason.NOT_DRAWN
-        if len(question.text) + len(question.answer or "") > self._bounds.draw_characters:
+        if len(question.text) + len(question.answer or "") > self._limits.characters:
             return Reason.OUT_OF_BOUNDS
         if (question.text, question.answer) != (claim.question, claim.truth):
             if claim.libraries != libraries():
@@ -207,7 +207,7 @@ class PythonTasks:
         async with self._turn:
             child = await self._sandbox(own)
             try:
-                return _value(await child.ask(wire.encode(request), self._bounds.draw_s), kind)
+                return _value(await child.ask(wire.encode(request), self._limits.draw_s), kind)
             except (TimeoutError, ChildDied, asyncio.CancelledError):
                 await self._end(own.task.name)
                 raise

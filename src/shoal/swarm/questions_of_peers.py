@@ -7,11 +7,11 @@ own limits replace those of a peer's `code`.
 
 import hashlib
 import json
+from collections.abc import Collection
 
 import msgspec
 
 from shoal.checker import Code, Spec, needs_tests, needs_truth, spec_of, task_spec, to_json, unit_tests
-from shoal.config import SwarmConfig
 from shoal.errors import TaskError
 from shoal.swarm.offer import MAX_CHECKER_CHARACTERS, Claim
 from shoal.swarm.refusals import Reason
@@ -30,8 +30,8 @@ def checker_of(task: Task) -> str:
     return text if len(text) <= MAX_CHECKER_CHARACTERS else ""
 
 
-def task_of_question(claim: Claim, bounds: SwarmConfig) -> Task | Reason:
-    """Makes a task of a peer's question, truth and checker, within the node's bounds."""
+def task_of_question(claim: Claim, checkers: Collection[str], most_characters: int) -> Task | Reason:
+    """Makes a task of a peer's question, truth and checker, if the checker is one of those accepted."""
     try:
         values = json.loads(claim.checker or "null")
         spec = spec_of(values["scorer"], "checker")
@@ -41,9 +41,9 @@ def task_of_question(claim: Claim, bounds: SwarmConfig) -> Task | Reason:
     except (TaskError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return Reason.UNKNOWN_TASK
     name = spec.__struct_config__.tag
-    if name not in bounds.checkers or (needs_truth(spec) and not (claim.truth or "").strip()):
+    if name not in checkers or (needs_truth(spec) and not (claim.truth or "").strip()):
         return Reason.UNKNOWN_TASK
-    if len(claim.question) + len(claim.truth or "") + len(claim.checker) > bounds.draw_characters:
+    if len(claim.question) + len(claim.truth or "") + len(claim.checker) > most_characters:
         return Reason.OUT_OF_BOUNDS
     info: dict[str, Json] = {"scorer": to_json(_limited(spec)), **({"tests": tests} if needs_tests(spec) else {})}
     text = f"{claim.question}\x1e{claim.truth}\x1e{claim.checker}"

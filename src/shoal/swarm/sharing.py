@@ -15,8 +15,8 @@ OUTBOX = 64
 class Outbox:
     """Own groups chosen for sharing, as offers. One event loop."""
 
-    def __init__(self, own: Recogniser, sharer: Sharer, model: str, *, thoughts: bool) -> None:
-        self._own, self._sharer, self._model, self._thoughts = own, sharer, model, thoughts
+    def __init__(self, own: Recogniser, sharer: Sharer, model: str) -> None:
+        self._own, self._sharer, self._model = own, sharer, model
         self._queue: asyncio.Queue[tuple[Group, float]] = asyncio.Queue(OUTBOX)
 
     def put(self, group: Group, needs: Mapping[str, float], made_s: float) -> int:
@@ -36,6 +36,6 @@ class Outbox:
         group, made_s = await self._queue.get()
         try:
             claim = await self._own.claim(group.task)
-            return offer_of(group, claim, self._model, made_s, thoughts=self._thoughts)
+            return offer_of(group, claim, self._model, made_s)
         except (TaskError, WireError, ValueError):
             return None

@@ -9,6 +9,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+VALUE_CLIP = 0.2
+"""Distance that a step may move a value before its gradient is cut, as PPO's clip of the ratio."""
+COEFFICIENT = 0.5
+"""Weight of the value loss (PPO); `train.critic.lr` sets how fast the value head learns."""
+
 
 def gae(reward_T: Tensor, value_T: Tensor, row_T: Tensor, rows: int, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Advantages, and the returns as targets of the values; neither carries a gradient.

@@ -31,8 +31,13 @@ from shoal.plugins import own_code
 from shoal.trainer.streams import Streams, TokenLoss, bounded_exp
 
 Level: TypeAlias = Literal["token", "sequence"]
+OverCap: TypeAlias = Literal["clamp", "mask", "band"]
 Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 LossFunction: TypeAlias = Callable[[Streams], TokenLoss]
+DUAL_CLIP = 3.0
+"""Ratio above which negative advantages give no gradient, as published (arXiv 1912.09729, equation 5)."""
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
+"""Steepness of the gate of Soft Adaptive Policy Optimization, as published; it closes faster where A < 0."""
 
 
 def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
@@ -47,17 +52,15 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
         case GSPOLoss():
             return gspo(streams, config)
         case CISPOLoss():
-            return weighted_reinforce(streams, config.ratio_cap, level="token", mask_over=False)
+            return weighted_reinforce(streams, config.weight_cap, level="token", over_cap="clamp")
         case ReinforceLoss():
-            return weighted_reinforce(
-                streams, config.weight_cap, level=config.weight_level, mask_over=config.over_cap == "mask"
-            )
+            return weighted_reinforce(streams, config.weight_cap, level=config.weight_level, over_cap=config.over_cap)
         case SoftAdaptiveLoss():
             return soft_adaptive(streams, config)
         case PositiveOnlyLoss():
             return positive_only(streams)
         case DPOLoss():  # the advantages have the derivative of its sigmoid
-            return weighted_reinforce(streams, math.inf, level="token", mask_over=False)
+            return weighted_reinforce(streams, math.inf, level="token", over_cap="clamp")
         case OwnLoss():
             return own_loss(config.function)(streams)
 
@@ -65,7 +68,7 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
 def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:
     """Clipped surrogate around the weights that sampled the token, with a wider upper bound.
 
-    r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most -dual_clip A
+    r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most -DUAL_CLIP A
 
     Takes and gives [T]. Source: PPO (arXiv 1707.06347 Eq. 7), dual clip (arXiv 1912.09729 Eq. 5), GRPO (arXiv
     2402.03300 Eq. 3) with the clip-higher and token-level mean of DAPO (arXiv 2503.14476 Eq. 10).
@@ -79,13 +82,12 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     """Decoupled PPO: the clip is around the proximal weights, and a weight corrects for the sampling policy.
 
     w = pi_prox / pi_behav,   u = pi_theta / pi_prox
-    loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), at most -w' dual_clip A
+    loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), at most -w' DUAL_CLIP A
 
     The weight w' carries no gradient. It is min(w, weight_cap) when `over_cap` is "clamp". When `over_cap` is "mask",
-    it is w, or 0 above the cap. Below weight_floor it is 0. With `weight_level` "sequence", w is the product over the
-    row. With `behaviour_correction` "off_and_biased", w' is 1. Takes and gives [T]. Source: AReaL (arXiv 2505.24298 Eq.
-    5), Hilton et al. (arXiv 2110.00641). A floor of 1 / beta, a cap of beta and "mask" give IcePop (GLM-5, arXiv
-    2602.15763 §3.2).
+    it is w, or 0 above the cap; "band" also sets it to 0 below 1 / weight_cap, as IcePop does (GLM-5, arXiv 2602.15763
+    §3.2). With `weight_level` "sequence", w is the product over the row. With `behaviour_correction` "off_and_biased",
+    w' is 1. Takes and gives [T]. Source: AReaL (arXiv 2505.24298 Eq. 5), Hilton et al. (arXiv 2110.00641).
     """
     prox_T = streams.prox_T.detach()
     ratio_T = bounded_exp(streams.logp_T - prox_T)
@@ -93,22 +95,21 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     if config.behaviour_correction == "off_and_biased":
         return TokenLoss(-surrogate_T, streams.behaviour_ratio(), clipped_T)
     w_T = _weight(streams, prox_T, config.weight_level)
-    over = config.over_cap == "mask"
-    w_T, masked_T, capped_T = _bounded(w_T, config.weight_floor, config.weight_cap, mask_over=over)
+    w_T, masked_T, capped_T = _bounded(w_T, config.weight_cap, config.over_cap)
     return TokenLoss(-w_T * surrogate_T, streams.behaviour_ratio(), clipped_T & ~masked_T, masked_T, capped_T)
 
 
 def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
     """Direct double-sided importance sampling: tokens whose ratio leaves the band give no gradient.
 
-    r = pi_theta / pi_behav,   f(r) = r if 1 - band_low < r < 1 + band_high else 0,   loss = -f(r) A log pi_theta
+    r = pi_theta / pi_behav,   f(r) = r if 1 - clip_low < r < 1 + clip_high else 0,   loss = -f(r) A log pi_theta
 
     f(r) carries no gradient, so the gradient is -f(r) A grad log pi_theta. Differentiating through r as well would give
     the factor r (1 + log pi_theta), whose sign is wrong for every token with pi_theta < 1/e. Takes and gives [T].
     Source: GLM-5 (arXiv 2602.15763 §4.1.2).
     """
     ratio_T = streams.behaviour_ratio()
-    inside_T = (ratio_T > 1 - config.band_low) & (ratio_T < 1 + config.band_high)
+    inside_T = (ratio_T > 1 - config.clip_low) & (ratio_T < 1 + config.clip_high)
     loss_T = -torch.where(inside_T, ratio_T, 0.0) * streams.advantage_T * streams.logp_T
     return TokenLoss(loss_T, ratio_T, masked_T=~inside_T)
 
@@ -117,7 +118,7 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     """Clipped surrogate with one ratio per row: all tokens of a row are clipped, or none.
 
     s = (pi_theta(row) / pi_behav(row)) ^ (1 / tokens)
-    loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t), at most -dual_clip A_t
+    loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t), at most -DUAL_CLIP A_t
 
     With one advantage per row the mean of loss_t over the row is the paper's term, so `loss_mean` defaults to "rows".
     Takes and gives [T]. Source: GSPO (arXiv 2507.18071 Eq. 5 and 7).
@@ -128,18 +129,18 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     return TokenLoss(-surrogate_T, streams.behaviour_ratio(), clipped_T)
 
 
-def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over: bool) -> TokenLoss:
+def weighted_reinforce(streams: Streams, cap: float, *, level: Level, over_cap: OverCap) -> TokenLoss:
     """REINFORCE with importance weights that correct for the sampling policy.
 
     w = pi_theta / pi_behav, of the token or the product over the row,   loss = -w' A log pi_theta
 
-    The weight w' carries no gradient. It is min(w, cap); with `mask_over` it is w, or 0 above the cap. Takes and gives
-    [T]. Source: Williams 1992, RLOO (arXiv 2402.14740) with the advantage "rloo"; truncated importance sampling
-    (Ionides 2008, IMPALA arXiv 1802.01561). At token level and clamped it is CISPO (MiniMax-M1, arXiv 2506.13585 Eq. 4
-    and 5, which has no lower bound).
+    The weight w' carries no gradient; `over_cap` bounds it as in `decoupled`. Takes and gives [T]. Source: Williams
+    1992, RLOO (arXiv 2402.14740) with the advantage "rloo"; truncated importance sampling (Ionides 2008, IMPALA arXiv
+    1802.01561). At token level and clamped it is CISPO (MiniMax-M1, arXiv 2506.13585 Eq. 4 and 5, which has no lower
+    bound).
     """
     w_T = _weight(streams, streams.logp_T.detach(), level)
-    w_T, masked_T, capped_T = _bounded(w_T, 0.0, cap, mask_over=mask_over)
+    w_T, masked_T, capped_T = _bounded(w_T, cap, over_cap)
     loss_T = -w_T * streams.advantage_T * streams.logp_T
     return TokenLoss(loss_T, streams.behaviour_ratio(), masked_T=masked_T, capped_T=capped_T)
 
@@ -147,7 +148,7 @@ def weighted_reinforce(streams: Streams, cap: float, *, level: Level, mask_over:
 def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
     """Sigmoid in place of the clip: the gradient fades as the ratio leaves 1, sooner for negative advantages.
 
-    r = pi_theta / pi_behav,   tau = tau_positive if A > 0 else tau_negative
+    r = pi_theta / pi_behav,   tau = TAU_POSITIVE if A > 0 else TAU_NEGATIVE
     loss = -(4 / tau) sigmoid(tau (r - 1)) A
 
     At r = 1 the gradient is -A grad log pi_theta. Takes and gives [T]. Source: Soft Adaptive Policy Optimization (arXiv
@@ -155,7 +156,7 @@ def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
     """
     A_T = streams.advantage_T
     ratio_T = bounded_exp(streams.logp_T - streams.behav_T)
-    tau_T = torch.where(A_T > 0, A_T.new_tensor(config.tau_positive), A_T.new_tensor(config.tau_negative))
+    tau_T = torch.where(A_T > 0, A_T.new_tensor(TAU_POSITIVE), A_T.new_tensor(TAU_NEGATIVE))
     return TokenLoss(-4 / tau_T * torch.sigmoid(tau_T * (ratio_T - 1)) * A_T, ratio_T.detach())
 
 
@@ -233,22 +234,23 @@ def _weight(streams: Streams, logp_T: Tensor, level: Level) -> Tensor:
     return bounded_exp(log_ratio_T if level == "token" else _row_sum(log_ratio_T, streams))
 
 
-def _bounded(w_T: Tensor, floor: float, cap: float, *, mask_over: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _bounded(w_T: Tensor, cap: float, over_cap: OverCap) -> tuple[Tensor, Tensor, Tensor]:
     """Weights within their bounds, and masks of the masked and of the clamped weights."""
-    over_T, under_T = w_T > cap, w_T < floor
-    masked_T = under_T | over_T if mask_over else under_T
-    capped_T = torch.zeros_like(over_T) if mask_over else over_T
-    return torch.where(masked_T, 0.0, w_T.clamp(max=cap)), masked_T, capped_T
+    over_T, none_T = w_T > cap, torch.zeros_like(w_T, dtype=torch.bool)
+    if over_cap == "clamp":
+        return w_T.clamp(max=cap), none_T, over_T
+    masked_T = over_T | (w_T < 1 / cap) if over_cap == "band" else over_T
+    return torch.where(masked_T, 0.0, w_T), masked_T, none_T
 
 
 def _clipped_surrogate(
     ratio_T: Tensor, A_T: Tensor, config: GRPOLoss | DecoupledLoss | GSPOLoss
 ) -> tuple[Tensor, Tensor]:
-    """Surrogate min(r A, clip(r) A), where A < 0 at least dual_clip A; and the mask of zero gradients."""
+    """Surrogate min(r A, clip(r) A), where A < 0 at least DUAL_CLIP A; and the mask of zero gradients."""
     free_T = ratio_T * A_T
     held_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high) * A_T
-    over_T = (A_T < 0) & (ratio_T.detach() > config.dual_clip)
-    surrogate_T = torch.where(over_T, config.dual_clip * A_T, torch.minimum(free_T, held_T))
+    over_T = (A_T < 0) & (ratio_T.detach() > DUAL_CLIP)
+    surrogate_T = torch.where(over_T, DUAL_CLIP * A_T, torch.minimum(free_T, held_T))
     return surrogate_T, over_T | (held_T.detach() < free_T.detach())
 
 

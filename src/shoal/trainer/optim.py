@@ -37,8 +37,8 @@ class Update:
 def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> float:
     """Learning rate of update `update` (from 0), which is number `since_reset` after the last reset (None: no reset).
 
-    The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says. It is at `lr_end`
-    after the last of steps * minibatches updates, so that none is taken at a rate of 0. After each reset it rises again
+    The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says. It is 0
+    after the last of steps * minibatches updates, so that none is taken at that rate. After each reset it rises again
     over `rewarm_updates`, because Adam's first step after a reset is lr * sign(gradient), whatever the gradient's size.
 
     >>> config = TrainConfig(lr=1.0, warmup_steps=4, rewarm_updates=2)
@@ -46,9 +46,9 @@ def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> 
     [0.25, 0.5, 0.75, 1.0, 1.0]
     >>> [learning_rate(config, 10 + k, k) for k in range(3)]
     [0.5, 1.0, 1.0]
-    >>> falling = TrainConfig(lr=1.0, steps=4, lr_schedule="linear", lr_end=0.5)
+    >>> falling = TrainConfig(lr=1.0, steps=4, lr_schedule="linear")
     >>> [learning_rate(falling, k, None) for k in (0, 2, 4, 9)]
-    [1.0, 0.75, 0.5, 0.5]
+    [1.0, 0.5, 0.0, 0.0]
     """
     rate = config.lr * _share_of_peak(config, update)
     if update < config.warmup_steps:
@@ -65,10 +65,9 @@ def _share_of_peak(config: TrainConfig, update: int) -> float:
         case "constant":
             return 1.0
         case "linear":
-            left = 1 - progress
+            return 1 - progress
         case "cosine":
-            left = (1 + math.cos(math.pi * progress)) / 2
-    return config.lr_end + (1 - config.lr_end) * left
+            return (1 + math.cos(math.pi * progress)) / 2
 
 
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:

@@ -56,7 +56,7 @@ class Moment:
         Raises `TrainerError` without a version.
         """
         if self.version is None:
-            raise TrainerError("train.loss.proximal: 'log_linear' needs the version that is being trained")
+            raise TrainerError("train.loss.behaviour_correction: 'log_linear' needs the version that is being trained")
         return ((self.version - version_N) * config.push_every + self.since_push) * config.minibatches
 
 
@@ -135,7 +135,7 @@ class Trainer:
         self._optimizer.clear_gradient()  # a failed step may have left a part of it
         minibatches = [self._packed(share) for share in shares]
         loss = self._config.loss
-        wants_prox = isinstance(loss, DecoupledLoss) and loss.proximal == "recomputed"
+        wants_prox = isinstance(loss, DecoupledLoss) and loss.behaviour_correction != "log_linear"
         totals = StepTotals(self.device, TokenNumbers() if tokens_file else None)
         if self._value_head is not None:
             minibatches = [_changed(minibatch, self._with_gae) for minibatch in minibatches]
@@ -339,7 +339,7 @@ class Trainer:
             assert entropy_N is not None
             before_N = batch.prox_N if batch.prox_N is not None else logp_N.detach()
             prox_N = before_N
-            if isinstance(config.loss, DecoupledLoss) and config.loss.proximal == "log_linear":
+            if isinstance(config.loss, DecoupledLoss) and config.loss.behaviour_correction == "log_linear":
                 age_N = at.age(batch.version_N, config)
                 prox_N = log_linear_prox(logp_N, batch.behav_N, age_N, at.taken)
             penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N)
@@ -349,10 +349,8 @@ class Trainer:
             if outputs.value_N is not None:
                 assert batch.value_N is not None
                 assert batch.return_N is not None
-                value_loss_N = critic.value_loss(
-                    outputs.value_N, batch.value_N, batch.return_N, config.critic.value_clip
-                )
-                loss_N = loss_N + config.critic.coefficient * value_loss_N
+                value_loss_N = critic.value_loss(outputs.value_N, batch.value_N, batch.return_N, critic.VALUE_CLIP)
+                loss_N = loss_N + critic.COEFFICIENT * value_loss_N
                 if not batch.idle:
                     totals.add_value_loss(value_loss_N.detach())
             loss = (loss_N * batch.weight_N).sum()
