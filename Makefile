@@ -13,7 +13,7 @@ TEST_JOBS ?= 3
 PYTEST := -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --failed-first
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -119,6 +119,12 @@ newcomer: $(VENV)/dev-installed $(VENV)/chromium-tried
 WALKS :=
 installs: $(VENV)/python-made
 	$(BIN)/python tools/installs.py $(WALKS)
+
+# Agent frameworks as they are installed, each in an environment of its own: plain, in training, and with cut answers.
+# ONLY=NAME runs one; docs/agents.md has the table, which `make docs` writes.
+ONLY :=
+frameworks: $(VENV)/dev-installed
+	$(BIN)/python tools/frameworks.py $(ONLY)
 
 # Every kind of causal language model that transformers knows, tiny and random, against transformers' own attention.
 architectures: $(VENV)/dev-installed

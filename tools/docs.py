@@ -216,6 +216,27 @@ def layers() -> str:
     return "\n".join(["```", *reversed(lines), "```"])
 
 
+def frameworks() -> str:
+    """The table of agent frameworks, from their last results."""
+    names = ("framework", "version", "mode", "example", "plain", "groups", "truncated", "audit", "tokens")
+    rows = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    for line in (ROOT / "benchmarks" / "results" / "frameworks.jsonl").read_text().splitlines():
+        one = json.loads(line)
+        script = f"{one['framework'].replace('-', '_')}_agent.py"
+        counts = {name: f"{one[name][0]} of {one[name][1]}" for name in ("groups", "truncated", "turns")}
+        cells = (
+            *(
+                one["framework"],
+                one["version"],
+                one["mode"] or "default",
+                f"[{script}](../../examples/agents/{script})",
+            ),
+            *("answers", counts["groups"], counts["truncated"], ", ".join(one["audit"]) or "clean", counts["turns"]),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def with_part(path: Path, name: str, part: str) -> str:
     """The text of a document with `part` between its `name:begin` and `name:end` marks."""
     before, begin, rest = path.read_text().partition(f"<!-- {name}:begin -->\n")
@@ -227,11 +248,13 @@ def with_part(path: Path, name: str, part: str) -> str:
 
 def documents() -> dict[Path, str]:
     """Every document with a generated part, as it should be."""
+    agents = DOCS / "guides" / "agents.md"
     run, architecture = DOCS / "reference" / "run.md", DOCS / "developers" / "architecture.md"
     return {
         DOCS / "reference" / "configuration.md": configuration(),
         DOCS / "reference" / "commands.md": commands(),
         DOCS / "developers" / "flows.md": flow.page(),
+        agents: with_part(agents, "frameworks", frameworks()),
         run: with_part(run, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),
     }

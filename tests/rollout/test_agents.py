@@ -226,6 +226,17 @@ def test_an_agent_that_raises_for_an_answer_cut_by_max_tokens_is_truncated() -> 
     assert "max_tokens cut its answer" in rollout.reason
 
 
+async def take_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> float:
+    await client.responses.create(model="policy", input="go on", max_output_tokens=1)
+    return 0.5
+
+
+def test_an_agent_that_ends_with_a_cut_answer_is_truncated_with_its_reward() -> None:
+    (rollout,) = played(function_play(take_a_cut_answer), max_model_len=400)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.5)
+    assert rollout.reason == "policy: max_tokens cut its answer"
+
+
 async def lose_a_file_after_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> None:
     await client.responses.create(model="policy", input="go on", max_output_tokens=1)
     raise RuntimeError("no world") from FileNotFoundError("world.json")
@@ -445,6 +456,26 @@ def test_without_a_namespace_the_supervisor_adopts_and_kills_daemons(tmp_path: P
 
     asyncio.run(main())
     assert left(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "end", "status"),
+    [
+        ({"content": "hello", "most": 1}, "sys.exit(1)", RolloutStatus.TRUNCATED),
+        ({"content": "hello", "most": 1}, "os.abort()", RolloutStatus.FAILED),
+        ({"content": "hello"}, "sys.exit(1)", RolloutStatus.FAILED),
+        ({"content": "go on " * 400}, "sys.exit(1)", RolloutStatus.TRUNCATED),
+    ],
+)
+def test_a_command_that_ends_with_a_code_is_truncated_only_after_an_answer_that_had_no_room(
+    body: dict[str, Any], end: str, status: RolloutStatus
+) -> None:
+    messages = [{"role": "user", "content": body["content"]}]
+    last = json.dumps({"model": "policy", "max_tokens": body.get("most"), "messages": messages}).encode()
+    asks = f"urllib.request.urlopen(urllib.request.Request(url, {last!r}, headers))"
+    source = f"{ASK}\ntry:\n    {asks}\nexcept OSError:\n    pass\n{end}"
+    (rollout,) = played(command(source), max_model_len=400)
+    assert (rollout.status, rollout.reward.value) == (status, 0.0)
 
 
 def test_a_command_that_cannot_be_started_is_a_reason() -> None:

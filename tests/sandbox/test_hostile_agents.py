@@ -8,6 +8,7 @@ import os
 import shlex
 import subprocess
 import sys
+import venv
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,6 +240,19 @@ def test_a_program_that_is_a_link_into_its_package_runs_as_npm_and_pipx_lay_it(t
     program.chmod(0o755)
     (tmp_path / "bin" / "agent").symlink_to(program)
     play = command_play(Named([str(tmp_path / "bin" / "agent")], answer_file=ANSWER_FILE))
+    task = Task("w/0", "w", (Message(Role.USER, "go"),), "closed")
+    (rollout,) = played(play, "done", task=task, scoring=Found(), timeout_s=60)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0), rollout.reason
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+def test_the_python_of_another_environment_has_its_packages(tmp_path: Path) -> None:
+    venv.create(tmp_path / "other", symlinks=True)
+    (packages,) = (tmp_path / "other" / "lib").glob("python*/site-packages")
+    (packages / "framework.py").write_text(f"import pathlib\npathlib.Path({ANSWER_FILE!r}).write_text('closed')\n")
+    script = tmp_path / "agent.py"
+    script.write_text("import framework" + AGENT.partition("command =")[0])
+    play = command_play(Named([str(tmp_path / "other" / "bin" / "python"), str(script)], answer_file=ANSWER_FILE))
     task = Task("w/0", "w", (Message(Role.USER, "go"),), "closed")
     (rollout,) = played(play, "done", task=task, scoring=Found(), timeout_s=60)
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0), rollout.reason

@@ -20,7 +20,7 @@ from shoal.config.urls import NATS, checked_url
 from shoal.staleness import Late, Staleness
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 
-EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums")
+EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums", "demo-tools")
 """Models that come with Shoal."""
 DEFAULT_ADDRESS = "127.0.0.1:8200"
 """Where task services of other processes register."""
@@ -35,7 +35,8 @@ class ModelConfig(Section):
 
     path: str = Field(
         "demo",
-        description="Hugging Face directory or hub name; `demo`, `demo-code`, `demo-turns`, `demo-sums` are embedded.",
+        description="Hugging Face directory or hub name; `demo`, `demo-code`, `demo-turns`, `demo-sums`, `demo-tools` "
+        "are embedded.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")

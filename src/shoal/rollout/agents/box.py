@@ -58,11 +58,17 @@ def _sources(command: Sequence[str]) -> list[Path]:
 
 
 def _program(name: str) -> list[str]:
-    """File that a program's name leads to through links, and the folder of its package, as npm and pipx lay them."""
-    found = Path(os.path.realpath(shutil.which(name) or name))
+    """File that a program's name leads to through links, and the folder of its package, as npm, pipx and venv lay them.
+
+    An environment's interpreter is a link to another interpreter; the packages belong to the link.
+    """
+    place = Path(os.path.abspath(shutil.which(name) or name))
+    found = place.resolve()
     marks = ("package.json", "pyvenv.cfg")
-    packages = (folder for folder in found.parents[:3] if any((folder / mark).is_file() for mark in marks))
-    return [str(found), *map(str, packages)]
+    folders = (*place.parents[:2], *found.parents[:3])
+    packages = [str(folder) for folder in folders if any((folder / mark).is_file() for mark in marks)]
+    library = found.parents[1] / "lib" / found.name
+    return [str(found), *packages, *([str(library)] if library.is_dir() else [])]
 
 
 def _importable(folder: Path) -> list[str]:

@@ -37,7 +37,7 @@ from shoal.net.openai_client import close_clients, session_client
 from shoal.net.process import cores, ended, settled
 from shoal.plugins import own_code
 from shoal.rollout.agents import box
-from shoal.rollout.agents.runner import AgentFailed, Play
+from shoal.rollout.agents.runner import AgentFailed, CommandFailed, Play
 from shoal.sandbox.supervisor import work_folder
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
@@ -226,7 +226,8 @@ async def _run(words: Sequence[str], task: Task, environment: dict[str, str], wr
             await _ended(starting)
         if code:
             how = f"signal {code - 128}" if code > 128 else f"code {code}"  # the supervisor ends as a shell does
-            raise AgentFailed(f"agent: its process ended with {how}{complaint}")
+            kind = AgentFailed if code > 128 else CommandFailed
+            raise kind(f"agent: its process ended with {how}{complaint}")
 
 
 def _environment(model: Model, more: Sequence[str]) -> dict[str, str]:

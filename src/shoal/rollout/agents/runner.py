@@ -21,6 +21,7 @@ Play: TypeAlias = Callable[[Task, Model], Awaitable[Outcome]]
 """Works on a task with the model until it is done, as `Environment.rollout`. Any exception makes a failed rollout."""
 
 OVERFLOW = "context: the conversation did not fit any more"
+CUT = "policy: max_tokens cut its answer"
 OVERFLOW_CODE = "context_length_exceeded"
 """Code of an overflow in the gateway's answer, and so in the errors of OpenAI's clients."""
 ATTEMPTS = 4
@@ -33,6 +34,10 @@ OUTSIDE = (EnvironmentFailed, OSError, EngineError)
 
 class AgentFailed(Exception):
     """The rollout failed for a reason that the policy cannot cause; the text is the recorded reason."""
+
+
+class CommandFailed(AgentFailed):
+    """A command ended with an exit code, as it does where a function raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +105,12 @@ class AgentRunner:
             if own is None or own.cancelling():
                 raise
             return _End(None, "agent: cancelled from inside: something that it waited for was cancelled")
+        except CommandFailed as error:
+            if model.tree.truncated:
+                return _End(Outcome(reward=0.0), OVERFLOW)
+            return (
+                _End(Outcome(reward=0.0), f"{CUT}, and then {error}") if model.tree.is_cut else _End(None, str(error))
+            )
         except AgentFailed as error:
             return _End(None, str(error))
         except EnvironmentFailed as error:
@@ -114,14 +125,14 @@ class AgentRunner:
             if model.tree.truncated and _is_overflow(error):
                 return _End(Outcome(reward=0.0), OVERFLOW)
             if model.tree.is_cut and not _is_from_outside(error):  # frameworks raise for an answer that lacks its end
-                return _End(Outcome(reward=0.0), f"policy: max_tokens cut its answer, and then {described(error)}")
+                return _End(Outcome(reward=0.0), f"{CUT}, and then {described(error)}")
             return _End(None, f"agent: {described(error)}")
 
     async def _judged(self, task: Task, i: int, model: "HostedSession", end: _End) -> Rollout:
         """The rollout of the conversation, with its reward and status."""
         turns, messages, outcome, reason = model.tree.turns(), model.tree.messages(), end.outcome, end.reason
-        if outcome is not None and model.tree.truncated:
-            reason = reason or OVERFLOW
+        if outcome is not None:
+            reason = reason or (OVERFLOW if model.tree.truncated else CUT if model.tree.is_cut else "")
         given = outcome.turn_rewards if outcome else ()
         if outcome is not None and not turns:
             outcome, reason = None, reason or "agent: it asked the model nothing"

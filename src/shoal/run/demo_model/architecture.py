@@ -4,6 +4,7 @@ The result is an ordinary Hugging Face directory: Qwen2's architecture, a tokeni
 character, and a chat template in which each role is one token.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Shape:
 
 def character_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a tokenizer with one token per printable ASCII character and newline, and an unknown token."""
-    return _tokenizer([UNKNOWN, END, *(f"<|{role}|>" for role in ROLES)], CHARACTERS, [], TEMPLATE)
+    return with_pieces([], TEMPLATE)
 
 
 def pair_tokenizer(pairs: Sequence[str] = PAIRS) -> PreTrainedTokenizerFast:
@@ -56,12 +57,17 @@ def pair_tokenizer(pairs: Sequence[str] = PAIRS) -> PreTrainedTokenizerFast:
     return _tokenizer(["<unk>", "</s>", *(f"<{role}>" for role in ROLES)], CHARACTERS[::-1], list(pairs), template)
 
 
+def with_pieces(pieces: Sequence[str], template: str) -> PreTrainedTokenizerFast:
+    """Builds a tokenizer of characters and longer pieces, of which an earlier one wins, with a template."""
+    return _tokenizer([UNKNOWN, END, *(f"<|{role}|>" for role in ROLES)], CHARACTERS, list(pieces), template)
+
+
 def _tokenizer(specials: list[str], characters: str, pairs: list[str], template: str) -> PreTrainedTokenizerFast:
     """Builds a tokenizer of characters and pairs; the special tokens begin with those of the unknown and the end."""
     unknown, end, *roles = specials
     vocabulary = {token: i for i, token in enumerate([*specials, *characters, *pairs])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=unknown))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*pairs, r"[\s\S]"])), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("|".join([*map(re.escape, pairs), r"[\s\S]"])), "isolated")
     tokenizer.decoder = decoders.Fuse()
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=end, pad_token=end, unk_token=unknown, extra_special_tokens=roles

@@ -4,7 +4,7 @@
 five letters are rare. The model thus knows the task and often slips, which leaves reinforcement learning a real gain.
 `demo-code` learns to complete tiny programs in the same way, with some expressions being rare. `demo-turns` learns to
 move the towers of Hanoi from a teacher of mostly random moves. `demo-sums` learns sums, as plain text, some after an
-example. All other questions are of the training split.
+example. `demo-tools` learns to call the tools of agent frameworks. All other questions are of the training split.
 
 `python -m shoal.run.demo_model.warm_start DIR` is the child process of this phase.
 """
@@ -30,7 +30,7 @@ from shoal.model.made_models import make
 from shoal.model.making import Making
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import die_with_parent
-from shoal.run.demo_model import programs
+from shoal.run.demo_model import programs, tool_talks
 from shoal.tasks.holdout import RULE
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
@@ -76,8 +76,8 @@ class Recipe:
     slip_share: float = 0.7
     long_share: float = 0.2
     pool: int = 12000
-    lesson: Literal["spell_backward", "fill_in", "hanoi", "sums"] = "spell_backward"
-    tokenizer: Literal["characters", "pairs"] = "characters"
+    lesson: Literal["spell_backward", "fill_in", "hanoi", "sums", "tools"] = "spell_backward"
+    tokenizer: Literal["characters", "pairs", "tools"] = "characters"
     muon_lr: float | None = None
     """Learning rate of the layers' matrices under Muon; None leaves them to AdamW, as all other weights are."""
 
@@ -87,6 +87,7 @@ RECIPES: Mapping[str, Recipe] = {
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
     "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
     "demo-sums": Recipe(lesson="sums", layers=3, steps=350, lr=2e-3, muon_lr=0.02, slip_share=0.3),
+    "demo-tools": Recipe(lesson="tools", tokenizer="tools", context=4096, steps=700, batch=32, slip_share=0.2),
 }
 """Recipes by the names that `model.path` gives them."""
 MODEL_TYPE: Final = "seed_oss"
@@ -124,6 +125,15 @@ def _tower_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
     turns = itertools.islice(played_turns(recipe.seed, recipe.slip_share), recipe.steps * recipe.batch)
     stop = renderer.stop_token_ids[0]
     return [(renderer.prompt_ids(messages), [*renderer.token_ids(said), stop]) for messages, said in turns]
+
+
+def _tool_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
+    def slipped(generator: random.Random, value: str) -> str:
+        return _wrong_digit(generator, value) if generator.random() < recipe.slip_share else value
+
+    shown = itertools.islice(tool_talks.talks(recipe.seed, slipped), recipe.steps * recipe.batch)
+    stop = renderer.stop_token_ids[0]
+    return [(renderer.prompt_ids(talk, tools), [*renderer.token_ids(said), stop]) for talk, tools, said in shown]
 
 
 def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
@@ -226,13 +236,15 @@ def _make(directory: Path, recipe: Recipe, making: Making) -> None:
     shape = Shape(
         recipe.width, recipe.layers, recipe.heads, recipe.feed_forward, recipe.context, recipe.rope_theta, MODEL_TYPE
     )
-    tokenizer = pair_tokenizer() if recipe.tokenizer == "pairs" else character_tokenizer()
+    tokenizers = {"characters": character_tokenizer, "pairs": pair_tokenizer, "tools": tool_talks.tokenizer}
+    tokenizer = tokenizers[recipe.tokenizer]()
     save(untrained(shape, recipe.seed, tokenizer), directory, tokenizer)
     lessons = {
         "fill_in": _fill_in_lessons,
         "hanoi": _tower_lessons,
         "spell_backward": _word_lessons,
         "sums": _sum_lessons,
+        "tools": _tool_lessons,
     }
     making.now("writing its lessons")
     rows = lessons[recipe.lesson](recipe, load_renderer(directory))  # of every step, in order
