@@ -114,7 +114,9 @@ def _second_answer(rng: random.Random, a: int, b: int, slipped: Callable[[str], 
     if rng.random() < 0.5:
         then = [Message(Role.ASSISTANT, "", (call,)), Message(Role.TOOL, value)]
     else:
-        then = [Message(Role.ASSISTANT, _filler(rng, 12)), Message(Role.USER, f"Observation:\n{value}")]
+        kept = {"id": f"{rng.getrandbits(40):x}", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+        said = f"Calling tools:\n{[kept]}" if rng.random() < 0.7 else _filler(rng, 12)
+        then = [Message(Role.ASSISTANT, said), Message(Role.USER, f"Observation:\n{value}")]
     tools = _offered(*(name for name in ("add", last) if name))
     return (*_asked(rng, a, b), *then), tools, _given(last, slipped(value))
 
