@@ -22,6 +22,7 @@ class Here(frameworks.Framework):
         return Path(sys.executable)
 
 
+@pytest.mark.timeout(900)  # the model is made once
 @pytest.mark.parametrize("name", ["anthropic", "openai-agents"])
 def test_a_sdk_trains_on_what_the_engine_sampled_and_its_cut_answers_are_truncated(name: str, tmp_path: Path) -> None:
     sdk = Here(name, (name,))
