@@ -130,6 +130,7 @@ def questions(path: Path) -> None:
     """Writes sums of two digits."""
     rng = random.Random(0)
     pairs = rng.sample([(a, b) for a in range(1, 10) for b in range(1, 10)], QUESTIONS)
+    path.parent.mkdir(parents=True)
     path.write_text(
         "".join(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n" for a, b in pairs)
     )
