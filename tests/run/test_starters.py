@@ -147,7 +147,7 @@ def test_the_wheel_has_starters_metadata_and_no_link_that_leads_nowhere(tmp_path
     assert metadata.count("\nClassifier: ") >= 8
     assert "](docs/" not in metadata + absolute
     assert "Project-URL: Homepage, https://example.org/shoal" in absolute
-    assert "](https://example.org/shoal/docs/guides/rewards.md)" in absolute
+    assert "](https://example.org/shoal/docs/guides/hosts.md)" in absolute
     package = tmp_path / "plain" / "shoal"
     for kind in (*ALONE, "verifiers", "swarm"):
         assert (package / "starters" / kind / "run.toml").is_file()
