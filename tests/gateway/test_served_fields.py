@@ -259,6 +259,21 @@ def test_server_tools_and_thoughts_are_asked_of_the_template_or_refused() -> Non
     run(ask)
 
 
+def test_anthropic_s_tool_runner_sends_whole_conversations_once_threads_are_refused() -> None:
+    @anthropic.beta_async_tool
+    async def add(a: int, b: int) -> str:
+        """Adds two numbers."""
+        return str(a + b)
+
+    async def ask(one: Served, url: str) -> None:
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="-", max_retries=0) as client:
+            runner = client.beta.messages.tool_runner(model="m", max_tokens=99, messages=ASK, tools=[add])
+            said = await runner.until_done()
+            assert [block.text for block in said.content if block.type == "text"] == ["it is 7"]
+
+    run(ask, '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>', "it is 7")
+
+
 def test_an_answer_cut_by_max_tokens_is_no_stop() -> None:
     async def ask(one: Served, url: str) -> None:
         async with of(url) as client:

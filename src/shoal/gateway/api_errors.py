@@ -13,6 +13,9 @@ ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 
+NO_THREADS: Body = {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
+"""Makes the tool runner of Anthropic's SDK send whole conversations, which by default asks the server to hold them."""
+
 
 class ModelNotFound(SessionError):
     """Error of a request for a model that is not served (HTTP 404)."""
@@ -25,7 +28,8 @@ def error_body(error: Exception, status: int, path: str) -> Body:
     said = error.detail if isinstance(error, HTTPException) else str(error)
     if "/v1/messages" in path:
         kind = ANTHROPIC_KINDS.get(status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": said}}
+        is_thread = isinstance(error, Refusal) and error.field == "thread"
+        return {"type": "error", "error": {"type": kind, "message": said, **(NO_THREADS if is_thread else {})}}
     kind = "invalid_request_error" if status < 500 else "server_error"
     param = error.field if isinstance(error, Refusal) else "model" if isinstance(error, ModelNotFound) else None
     return {"error": {"message": said, "type": kind, "param": param, "code": _code(error)}}
