@@ -3,7 +3,7 @@
 In a configuration (`tasks.scorer`) or a row's `info.scorer` it is a name, `"math"`, or a table with the name and the
 parameters, `{ name = "code", timeout_s = 2 }`. Pure; what does the checking is in `shoal.reward`.
 
-RE2 matches the patterns of users and schemas, in time linear in the text, whatever the pattern. It knows no lookaround
+RE2 matches the patterns of users and schemas, in time linear in the text, for every pattern. It knows no lookaround
 and no backreferences; its `\\d`, `\\w`, `\\s` and `\\b` mean ASCII.
 """
 

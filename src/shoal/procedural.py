@@ -7,7 +7,7 @@ Three things stand between reasoning-gym and that sentence, and all are met here
 - `acre`, `gsm_symbolic` and `list_functions` use their seed when they are constructed: those are constructed anew, the
   others only once per configuration, since construction costs up to 0.4 s and a draw mostly 0.1 ms.
 
-Some datasets loop for ever under settings they accept (base_conversion with one base, sokoban at level 0), some print,
+Some datasets loop endlessly under settings they accept (base_conversion with one base, sokoban at level 0), some print,
 and several scorers eval() the answer; so this module is imported by child processes only.
 """
 
@@ -142,7 +142,7 @@ def check_bounds(name: str, config: str) -> None:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Numbers, words and whatever else stands in lists and tables, their keys too."""
+    """All values in lists and tables, and the tables' keys."""
     if isinstance(value, Mapping):
         value = [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
@@ -168,7 +168,7 @@ def entry_of(receipt: Receipt) -> Entry:
     np.random.seed((receipt.seed + receipt.index) % 2**32)
     try:
         item = dataset[receipt.index]
-    except Exception as error:  # generators fail in ways of their own, such as ZeroDivisionError
+    except Exception as error:  # generators raise many types, such as ZeroDivisionError
         raise DrawFailed(f"{receipt.dataset}: {type(error).__name__}: {error}") from error
     return Entry(item["question"], _truth(item, dataset), item, dataset)
 
@@ -214,7 +214,7 @@ def _value(name: str, key: str, value: Json) -> object:
     """A setting read from its JSON form: enumerations, dates, tuples and nested tables.
 
     Some annotations are wrong upstream (`variables: tuple[str] = ("x", "y", "z")`), so that a value of the default's
-    own type passes whatever the annotation says.
+    own type passes, even against the annotation.
     """
     annotation, default = _fields(name)[key]
     try:

@@ -87,7 +87,7 @@ class Task:
     service: str
     messages: tuple[Message, ...]
     answer: str | None = None
-    info: str = "{}"  # JSON object: whatever the scorer wants to know beyond the answer
+    info: str = "{}"  # JSON object: what the scorer needs beyond the answer
     receipt: Receipt | None = None
 
 
@@ -161,7 +161,7 @@ class Completion:
     routing: bytes = b""
     """Experts of each token of prompt and completion but the last, where a mixture of experts has them recorded.
 
-    Each token has equally many bytes (`shoal.model.routing`); bytes 255 stand for an expert that nobody recorded.
+    Each token has equally many bytes (`shoal.model.routing`); bytes 255 stand for an expert that was not recorded.
     """
     forced: tuple[int, ...] = ()
     """Indices of tokens to which a grammar left less than half of the model's probability; they are not trained."""
@@ -204,7 +204,7 @@ class Turn:
     rendered_ids: tuple[int, ...]  # [P] the whole prompt of a turn without a parent
     completion: Completion
     reward: float = 0.0
-    """Reward of this answer by itself, beside the rollout's reward."""
+    """Reward of this answer by itself, in addition to the rollout's reward."""
     parent: int | None = None
     """Index of the earlier turn whose prompt and completion come before `rendered_ids`.
 
@@ -297,7 +297,7 @@ class Rollout:
     reward: Reward
     status: RolloutStatus = RolloutStatus.FINISHED
     reason: str = ""
-    """Figures beside a peer's answer; None for an own rollout."""
+    """Figures of a peer's answer; None for an own rollout."""
 
     def __post_init__(self) -> None:
         check_parents(turn.parent for turn in self.turns)
@@ -360,7 +360,7 @@ class Sample:
     """One token row for the trainer, with streams of one length L.
 
     Position i describes token i: `mask[i] == 1` says it was sampled and is trained, `logprobs[i]` is the behaviour
-    logprob it was drawn with, `versions[i]` the weights that drew it, `advantages[i]` what it is reinforced with.
+    logprob it was drawn with, `versions[i]` the weights that drew it, `advantages[i]` its advantage.
     Tokens with mask 0 (prompts, tool output) carry 0.0, -1 and 0.0. The first token is never trained: nothing
     precedes it that could predict it.
     """
@@ -371,7 +371,7 @@ class Sample:
     versions: tuple[int, ...]  # [L] -1 where mask is 0
     advantages: tuple[float, ...]  # [L]
     routing: bytes = b""
-    """Experts of each token but the last, as in the row's newest completion; empty where nobody recorded them."""
+    """Experts of each token but the last, as in the row's newest completion; empty where they were not recorded."""
 
     def __post_init__(self) -> None:
         lengths = {name: len(getattr(self, name)) for name in self.__slots__ if name != "routing"}

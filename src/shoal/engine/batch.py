@@ -156,7 +156,7 @@ class StepBatch:
         return left_BV
 
     def note_ruled(self, logits_BV: Tensor, tokens: Sequence[int], logprobs: list[float]) -> None:
-        """Adds the tokens to the rows with rules, and puts the model's own logprobs where nobody trains on them."""
+        """Adds the tokens to the rows with rules, and puts the model's own logprobs into rows that are not trained."""
         for row, draft, rules in self._ruled:
             if rules.is_trained:
                 draft.forced += [len(draft.sampled)] if rules.share < LEAST_SHARE else []

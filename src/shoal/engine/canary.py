@@ -18,7 +18,7 @@ FILE = "canary.json"
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """Token row and its logprobs, stored as `canary.json` beside the weights of a Version."""
+    """Token row and its logprobs, stored as `canary.json` in the folder of a Version."""
 
     token_ids: tuple[int, ...]  # [L]
     logprobs: tuple[float, ...]  # [L - 1] nats, of tokens 1..L-1 at temperature 1
@@ -36,7 +36,7 @@ class Canary:
 
 
 def write(canary: Canary, directory: Path) -> None:
-    """Writes the canary beside the weights."""
+    """Writes the canary into the folder of its Version."""
     (directory / FILE).write_bytes(msgspec.json.encode(canary))
 
 

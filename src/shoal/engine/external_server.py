@@ -9,7 +9,7 @@ takes new weights:
     abort               the base path, which every server has: requests end with their tokens so far, new requests
                         wait, the weights are loaded; the pool sends prompt and partial answer again
 
-With `adapters`, a Version whose file is an adapter is loaded beside the weights under a name of its own. Requests under
+With `adapters`, a Version whose file is an adapter is loaded under a separate name. Requests under
 way go on with their adapter, unless `on_update = "recompute"` ends them for the pool to send again.
 
 The canary is scored after each load. Answers with tokens of the new weights are held until the canary passes. A server
@@ -160,7 +160,7 @@ class ForeignEngine:
         return self._failed_loads
 
     def _assert_whole(self, failed_before: int) -> None:
-        """Raises `EngineUnavailable` when a load has failed since: nobody knows which weights computed the answer."""
+        """Raises `EngineUnavailable` when a load has failed since: the weights that computed the answer are unknown."""
         if self._failed_loads != failed_before:
             raise EngineUnavailable(self._no_whole_weights or "weights came meanwhile that were not whole")
 
@@ -169,7 +169,7 @@ class ForeignEngine:
         spans = sampled.spans
         if adapted or spans is None:  # the server's own label is that of the weights below
             if not adapted and self._version != version and sampled.finish_reason is not FinishReason.ABORT:
-                raise EngineUnavailable("an answer overtook new weights; nobody can say which ones sampled it")
+                raise EngineUnavailable("an answer overtook new weights; the weights that sampled it are unknown")
             spans = [VersionSpan(version, 0, count)] if count else []
         for span in spans:
             _check_label(span.version)
@@ -204,7 +204,7 @@ class ForeignEngine:
                 self._named.newest = None
 
     async def _load_adapter(self, version: int, path: Path) -> None:
-        """Loads an adapter beside the weights; new requests use it once its canary has passed.
+        """Loads an adapter by name; new requests use it once its canary has passed.
 
         Before the first one nothing runs: where rows with an adapter and without one share a batch, vLLM 0.32 on a CPU
         computes both kinds by the adapter.

@@ -143,7 +143,7 @@ class DirectForward:
         return self._head(self._normed(x_TW, self._norm_W))
 
     def lay_out(self) -> None:
-        """Takes up the present weights."""
+        """Repacks the weights after an update."""
         for layer in self._layers:
             for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
                 product.lay_out()

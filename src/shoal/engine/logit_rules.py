@@ -1,6 +1,6 @@
-"""Rules of the logits: penalties, biases and the most likely tokens where nobody trains, and grammars everywhere.
+"""Rules of the logits: penalties, biases and the most likely tokens in plain requests, and grammars everywhere.
 
-A row with rules that nobody trains on reports the logprobs of the model itself, at temperature 1 and before any rule,
+A row with rules that is not trained reports the logprobs of the model itself, at temperature 1 and before any rule,
 as vLLM does. Its token is sampled from the logits that the rules leave. A trained row has a grammar alone, and reports
 the logprobs after its mask.
 """
@@ -143,7 +143,7 @@ class Grammars:
             from llguidance import LLMatcher
         except ModuleNotFoundError as error:
             raise RequestRefused(
-                f"{FIELDS}: expected the package llguidance beside the server, which is not installed; "
+                f"{FIELDS}: expected the package llguidance, which is not installed; "
                 "pip install 'shoal[serve]' brings it"
             ) from error
         if not self._file.is_file() or not stop_token_ids:
@@ -164,7 +164,7 @@ class Grammars:
 
 
 class _Tokens:
-    """Vocabulary in the form that llguidance takes whatever the tokenizer's kind: it reads few kinds by itself."""
+    """Vocabulary in llguidance's form, for every kind of tokenizer: it reads few kinds by itself."""
 
     bos_token_id = None
 

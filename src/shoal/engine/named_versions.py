@@ -1,4 +1,4 @@
-"""Versions of a run with adapters on a server of another project: each is an adapter of a name of its own.
+"""Versions of a run with adapters on a server of another project: each is an adapter with its Version in the name.
 
 A name never changes its weights, so all tokens of a request are of one Version, and requests under way need no pause.
 Servers key their prefix caches by that name.

@@ -37,7 +37,7 @@ class EngineLimits:
     max_waiting: int = 8192
     """Sequences queued."""
     chunk_tokens: int = 1024
-    """Known tokens prefilled per step, beside one token of each decoding sequence."""
+    """Prompt tokens per step, in addition to one token of each decoding sequence."""
     kv_tokens: int | None = None
     """Tokens of KV storage. None: room for `max_running` sequences of full length, and the same again for slots that
     are allocated but unused."""

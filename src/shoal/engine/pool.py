@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class EnginePool:
-    """Implements `interfaces.Engine` with the replicas that joined. `watch` must run beside it."""
+    """Implements `interfaces.Engine` with the replicas that joined. `watch` must run in the background."""
 
     def __init__(
         self,
@@ -117,9 +117,9 @@ class EnginePool:
             await replica.engine.aclose()
 
     async def watch(self) -> None:
-        """Checks the replicas for ever: a silent replica is away, and one that answers again is brought up.
+        """Checks the replicas until cancelled: a silent one is away, and one that answers again is brought up to date.
 
-        Each check has a task of its own, so a replica that hangs delays no other.
+        Each check is a separate task, so a replica that hangs delays no other.
         """
         async with asyncio.TaskGroup() as tasks:
             while True:
@@ -365,7 +365,7 @@ class EnginePool:
         await self._change(min(self._left_s(deadline_s), LONGEST_BACKOFF_S))
 
     def _left_s(self, deadline_s: float) -> float:
-        """Seconds before the deadline. Raises `EngineUnavailable` when there are none."""
+        """Seconds before the deadline. Raises `EngineUnavailable` when none are left."""
         left_s = deadline_s - time.monotonic()
         if left_s <= 0:
             raise EngineUnavailable(f"no engine for {self._patience_s:g} s; the last error: {self._last_error}")

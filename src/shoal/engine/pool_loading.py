@@ -74,7 +74,7 @@ class Loader:
         return target.version
 
     def _newer(self, version: int) -> Target | None:
-        """Newer weights that an engine at `version` must load; None when there are none."""
+        """Newer weights that an engine at `version` must load, if any."""
         return self.target if self.target and self.target.version > version else None
 
 

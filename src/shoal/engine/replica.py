@@ -1,6 +1,6 @@
 """Replica: an engine of the pool, its required methods, its known state, and requests to it.
 
-A replica that gives a wrong answer, or fails many requests in a row beside others that answer, rests. After
+A replica that gives a wrong answer, or fails many requests in a row while others answer, rests. After
 `MOST_WRONG` wrong answers it is left out, unless enough good ones came between them.
 """
 

@@ -57,7 +57,7 @@ class Draft(SequenceState):
     """Tokens other than the target with their logprobs, for each target."""
     logprobs: list[float] = field(default_factory=list)
     rules: RuledLogits | None = None
-    """Rules of the answer; where nobody trains on it, its logprobs are those of the model itself."""
+    """Rules of the answer; the logprobs of an untrained answer are those of the model itself."""
     forced: list[int] = field(default_factory=list)
     """Indices of sampled tokens; see `Completion.forced`."""
     tops: list[Top] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Request:
 def drafts_of(
     request: Request, request_id: int, max_model_len: int, adapters: Mapping[str, NamedAdapter]
 ) -> list[Draft]:
-    """Drafts of a request, each with the room left beside the prompt. Raises `RequestRefused` without its adapter."""
+    """Drafts of a request, each with the room that the prompt leaves. Raises `RequestRefused` without its adapter."""
     if request.adapter and request.adapter not in adapters:
         known = ", ".join(adapters) or "none"
         raise RequestRefused(f"model: expected the name of a loaded adapter ({known}), got {request.adapter!r}")

@@ -1,6 +1,6 @@
 """HTTP routes of the local engine, in the shape of vLLM's.
 
-HTTP runs on the event loop and the model in a thread of its own. Requests pass to the thread, and finished requests
+HTTP runs on the event loop and the model in a thread. Requests pass to the thread, and finished requests
 come back a step's worth at a time. A client that disconnects aborts its request. All routes but /health and /metrics
 require the engine's token, and weights load only from regular files below known folders.
 """
@@ -308,7 +308,7 @@ class EngineServer:
         try:
             self._engine.check_update(asked.version)
             check_below(weight_file(Path(asked.path)), self._weights)
-            # Reading and checking run in a thread of their own: generation stops for the copy only.
+            # Reading and checking run in a thread: generation stops for the copy only.
             read = partial(self._engine.slots.staged, asked.version, Path(asked.path), asked.checksum)
             weights = await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except RequestRefused as error:

@@ -6,7 +6,7 @@ A sequence is one completion being sampled. It waits, runs (holds KV), and leave
 which computes the KV of known tokens a chunk at a time, or *decodes* one token per step. Dropping its KV (interruption,
 pre-emption) sends it back to prefilling prompt and sampled tokens, and never loses a token.
 
-No sequence starves. Every `fair_every`-th admission takes the sequence that has waited longest, whatever its priority.
+No sequence starves. Every `fair_every`-th admission takes the sequence that has waited longest, of any priority.
 A sequence that does not fit stops the queue instead of being overtaken. Memory is taken from the latest arrival only,
 so the oldest running sequence always finishes.
 """

@@ -162,7 +162,7 @@ class StepEngine:
 
         The future's result is the version served then: this one or a newer.
 
-        If several updates wait, only the newest is loaded, in whatever order they come.
+        If several updates wait, only the newest is loaded, in any order of arrival.
         """
         future: Future[int] = Future()
         newest = self._update.version if self._update is not None else self.version

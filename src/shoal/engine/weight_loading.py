@@ -24,7 +24,7 @@ from shoal.model.tensor_files import TensorFiles
 
 FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""Dtypes of tensors in a file, whatever the model's own is. Smaller floats would be numbers without their scales."""
+"""Dtypes of a file's tensors; the model's may differ. Smaller floats would be numbers without their scales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def check_below(path: Path, folders: Sequence[Path]) -> None:
 def tensors_at(path: Path, checksum: str | None) -> tuple[Path, str, dict[str, Tensor]]:
     """Safetensors file that a path names, its checksum and its tensors, mapped.
 
-    The expected checksum is the argument, or else the content of the file `checksum` beside it. Raises
+    The expected checksum is the argument, or else the content of the file `checksum` in its folder. Raises
     `RequestRefused` for a path that is no regular file, or has a wrong checksum.
     """
     try:

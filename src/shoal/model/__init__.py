@@ -1,6 +1,6 @@
 """Models: loading, packed attention, chat templates, tool calls."""
 
 UNKNOWN = 255
-"""Each byte of an expert of a token that nobody recorded; the trainer's own choice is used."""
+"""Byte of an expert that was not recorded; the trainer chooses it."""
 MOST_LOGITS = 1 << 26
 """Logits of one chunk of the language-model head in training: 256 MiB in float32."""

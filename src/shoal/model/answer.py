@@ -2,7 +2,7 @@
 
 token ids --ChatRenderer.message--> Message --written--> text --parted--> thought and answer --tagged, boxed--> ...
 
-Between nodes and before scorers a text has one form, whatever marks its model uses: `<think>`, the thought, `</think>`,
+Between nodes and before scorers a text has one form for all models: `<think>`, the thought, `</think>`,
 the answer. A truncated thought has no end, and a text with such a thought has no answer.
 """
 

@@ -59,7 +59,7 @@ def attended(
 def with_sinks(
     q_RHQD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, visible: Tensor, scaling: float, sinks_H: Tensor
 ) -> Tensor:
-    """Attention [R, H, Q, D] in which each head has a sink: a score beside those of its keys, without a value.
+    """Attention [R, H, Q, D] in which each head has a sink: a score in its softmax that has no key and no value.
 
         p = exp(s_l) / (exp(sink) + sum_l exp(s_l))
 

@@ -70,7 +70,7 @@ def conversions(model: PreTrainedModel, names: Iterable[str]) -> dict[str, Conve
 
 
 def with_all_parts(found: Mapping[str, Conversion]) -> dict[str, Conversion]:
-    """Conversions in which a tensor that a checkpoint joins of several has each of these, in place of the first."""
+    """Maps a fused tensor of a checkpoint to all its parts."""
     parts = dict(found)
     for target, (converter, sources) in found.items():
         if isinstance(converter, WeightConverter):

@@ -24,7 +24,7 @@ from shoal.model.packed import packed_logprobs
 
 ATTENTION = "shoal"
 IGNORED: Final = frozenset({"position_ids", "use_cache", "output_hidden_states", "output_router_logits"})
-"""Arguments of attention that change nothing, whatever their value."""
+"""Arguments of attention that have no effect."""
 HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "dropout": (0.0,),
     "is_causal": (True,),

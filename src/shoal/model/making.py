@@ -1,4 +1,4 @@
-"""Progress of a model that a process makes, told on standard error while it takes time."""
+"""Reports the progress of making a model on standard error."""
 
 import sys
 import threading

@@ -103,7 +103,7 @@ class PackedRows:
 def _buckets_of_like_length(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:
     """Row indices, longest first, split wherever padding would exceed a quarter of the bucket's longest row.
 
-    Rows that share a quarter of theirs with others have buckets of their own.
+    Rows that share a quarter of their tokens with others get separate buckets.
     """
     buckets: list[list[int]] = []
     shares = [4 * begun >= length for begun, length in zip(shared, lengths, strict=True)]

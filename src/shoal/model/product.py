@@ -29,7 +29,7 @@ class Product:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Takes up the present weight."""
+        """Repacks the weight after an update."""
         if not has_blocks(self._weight_OI):
             return
         blocks = _mkldnn()._reorder_linear_weight(self._weight_OI.contiguous(), _ROWS)

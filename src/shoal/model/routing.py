@@ -37,7 +37,7 @@ class Routing:
         self.dtype = next(one for one in STORED if torch.iinfo(one).max >= most)
         """Numbers that are stored."""
         self.given_TE: Tensor | None = None
-        """Experts to use, and -1 where nobody recorded them; None leaves the choice to the routers."""
+        """Experts to use, and -1 where they were not recorded; None leaves the choice to the routers."""
         self._found: dict[int, Tensor] = {}
         for index, router in enumerate(routers):
             router.forward = partial(self._route, index, router.forward)
@@ -47,7 +47,7 @@ class Routing:
         return torch.cat([self._found[index] for index in sorted(self._found)], -1).to(self.dtype).view(torch.uint8)
 
     def read(self, stored_TB: Tensor) -> Tensor:
-        """Experts [T, routers * k] as numbers, -1 where nobody recorded them."""
+        """Experts [T, routers * k] as numbers, -1 where they were not recorded."""
         stored_TE = stored_TB.view(self.dtype).long()
         return stored_TE.masked_fill_(stored_TE == torch.iinfo(self.dtype).max, -1)
 

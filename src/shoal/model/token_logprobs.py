@@ -90,7 +90,7 @@ class _TokenLogprobs(torch.autograd.Function):
             row_M, token_M = cell_M // logits_UV.shape[1], cell_M % logits_UV.shape[1]
             x_M = torch.empty_like(cell_M, dtype=torch.float32).index_copy_(0, of_N, logp_N)
             grad_M = of_probabilities(row_M, x_M).index_add_(0, of_N, grad_N / ctx.temperature)
-        # The gradient takes the place of what was kept, which nobody needs any more: autograd refuses a second pass.
+        # The gradient overwrites the saved tensor: autograd refuses a second pass, so it is not needed again.
         if ctx.of_entropy:
             for rows, x_UV in _blocks(logits_UV, ctx.temperature):
                 logits_UV[rows] = of_probabilities(rows, x_UV.sub_(lse_U[rows, None]))

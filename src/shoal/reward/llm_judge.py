@@ -1,6 +1,6 @@
 """A language model as a judge, behind any URL that speaks OpenAI's chat completions.
 
-The answer is data, not a request: it stands between fences with a word that nobody could know beforehand. The judge's
+The answer is data, not a request: it stands between fences with a random word. The judge's
 score is read from one line with that word. A reply that cannot be read is a failure, never a score.
 """
 

@@ -1,7 +1,7 @@
 """Compares two answers as mathematics: exactly where both are rational numbers, else by math-verify.
 
 The first way takes microseconds, and decides nearly every answer of a data set such as GSM8K. math-verify parses LaTeX
-with SymPy and simplifies. It may take for ever, so it belongs in worker processes, which bound it.
+with SymPy and simplifies. It may not end, so it runs in worker processes, which bound it.
 
 Every pattern here is linear in its text: repeats are possessive, and no two ways divide the same characters.
 """

@@ -47,7 +47,7 @@ def scorer_of(receipt: Receipt, truth: str | None) -> Callable[[str], tuple[floa
     def read(answer: str) -> tuple[float, str]:
         try:
             return score(answer)
-        except Exception as error:  # scorers raise whatever an odd text makes them raise
+        except Exception as error:  # an odd text may raise anything in a scorer
             return 0.0, f"{UNREAD}{type(error).__name__}: {error}"[:500]
 
     def best(answer: str) -> tuple[float, str]:

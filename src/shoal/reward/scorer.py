@@ -192,7 +192,7 @@ class WorkerScorer:
             work.rewards[work.pending[0]] = exhausted(self._timeout_s)
         except ChildDied as error:
             work.died(str(error))
-        except BaseException:  # cancelled between question and answer: the worker's next words are nobody's
+        except BaseException:  # cancelled between question and answer: the worker's next reply belongs to no request
             await slot.discard()
             raise
         await slot.discard()
@@ -213,7 +213,7 @@ class WorkerScorer:
             self._run_s.append(now() - began)
 
     async def _worker(self, slot: _Slot) -> "_Worker":
-        """The slot's worker, started if there is none.
+        """The slot's worker, started on demand.
 
         A worker that is killed while it starts, or that a machine out of processes or descriptors refuses, gets a
         bounded number of further starts.

@@ -190,7 +190,7 @@ def reward_of(judge: Judging, answer: str, cpu_s: float) -> Reward:
         value, evidence = within(cpu_s, judge, answer)
     except OutOfTime:
         return exhausted(cpu_s)
-    except Exception as error:  # scorers raise whatever an odd answer makes them raise
+    except Exception as error:  # an odd answer may raise anything in a scorer
         return Reward(0.0, evidence=f"{UNREAD}{type(error).__name__}: {error}"[:500])
     if not math.isfinite(value):
         return Reward(0.0, RewardStatus.FAILED, evidence=f"the scorer answered {value}")

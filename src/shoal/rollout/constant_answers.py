@@ -39,6 +39,6 @@ async def paid_constants(tasks: Sequence[Task], scorer: Scorer) -> list[str]:
         if paid[answer] > PAID:
             found.append(
                 f"{service}: the answer {answer[:60]!r} gets a mean reward of {paid[answer]:.2f} on {len(questions)} "
-                "questions, whatever they ask; choose other params, or another dataset"
+                "questions; choose other params, or another dataset"
             )
     return found

@@ -2,7 +2,7 @@
 
 One loop starts groups, one coroutine each, for as long as the staleness gate has room and a task service that is
 below its quota has a question ready. A group waits for its own engine and scorer only; a service that is slow to draw,
-or hangs, has nothing ready and holds up nobody. Nothing here waits for training, saving or evaluation.
+or hangs, has nothing ready and delays no other task. Nothing here waits for training, saving or evaluation.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Group, Rollout, RolloutStatus, Split, Task
 
 TOLD_AFTER, GIVEN_UP_AFTER = 16, 256
-"""Unusable groups in a row, of all services: after how many it is told why, and after how many the run ends."""
+"""Consecutive unusable groups, over all services, after which the run warns, and after which it ends."""
 MOST_TOLD = 16
 """Number of different reasons of failed rollouts that are reported when they first occur."""
 
@@ -148,7 +148,7 @@ class Orchestrator:
             source.on_presence = self.presence
 
     async def run(self) -> None:
-        """Draws and runs groups for ever. Raises `TaskError` when too many in a row come to nothing."""
+        """Draws and runs groups until cancelled. Raises `TaskError` after too many unusable ones in a row."""
         self._buffer.on_room = self._wake.set
         self._buffer.balance(self._quotas.due)
         async with asyncio.TaskGroup() as groups:
@@ -220,7 +220,7 @@ class Orchestrator:
             own = asyncio.current_task()
             if own is None or own.cancelling():
                 raise
-            # A TaskGroup forgets a task that ends so: the group would run for ever, and hold its place at the gate.
+            # A TaskGroup forgets a task that ends so: the group would never end, and would hold its place at the gate.
             await self._buffer.fail(group_id, CANCELLED)
             if place is not None:
                 self._first.ended(place, ())

@@ -1,4 +1,4 @@
-"""What becomes of a group's rewards and rollouts between the scorer and the log: the one place for it. Pure.
+"""Hooks change a group's rewards and rollouts between the scorer and the log. Pure.
 
 `tasks.N.reward` names the hooks, in order. They are of training only; evaluation sees what the scorer says.
 
@@ -60,7 +60,7 @@ def processed(group: Group, hooks: Sequence[Hook]) -> Group:
     for hook in hooks:
         try:
             group = hook(group)
-        except Exception as error:  # a user's hook is anybody's code: its failure is a status
+        except Exception as error:  # a hook is user code: its failure is a status
             reason = f"post-processing: {described(error)}"
             return replace(group, rollouts=tuple(_failed(rollout, reason) for rollout in group.rollouts))
     return group

@@ -26,7 +26,7 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 def confine(*, boxed: bool, sets_variables: bool = False) -> None:
     """Gives up all that scoring does not need; with `boxed` the process is inside of a sandbox already.
 
-    Some libraries set variables of their own process when they are imported; `sets_variables` lets them.
+    Some libraries set environment variables when they are imported; `sets_variables` lets them.
     """
     os.environ.clear()
     os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with

@@ -1,4 +1,4 @@
-"""Files that a program may reach: in a root of its own, or by the rules of Landlock. Runs before the program."""
+"""Files that a program may reach: in a separate root, or by the rules of Landlock. Runs before the program."""
 
 import ctypes
 import os

@@ -137,7 +137,7 @@ async def run_async(
     backend: Backend | None = None,
     channel: socket.socket | None = None,
 ) -> Finished:
-    """Runs a program in a thread of its own; after a cancellation the program is gone before this returns.
+    """Runs a program in a thread; after a cancellation the program is gone before this returns.
 
     A `channel` becomes the program's standard input, and is closed here.
     """

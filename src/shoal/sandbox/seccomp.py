@@ -14,8 +14,8 @@ _DENIED_NEW = (*range(424, 435), 438, 440, 442, 443, 447, 448, 457, 458)
 """pidfd_*, io_uring_*, the new mount calls, process_madvise and _mrelease, quotactl_fd, memfd_secret."""
 
 _DENIED: dict[str, tuple[int, int]] = {
-    # name: number on x86_64, on aarch64 (-1 where there is none)
-    # Network. socketpair(AF_UNIX) stays: it reaches nobody, and asyncio needs it.
+    # name: number on x86_64, on aarch64 (-1: no such call)
+    # Network. socketpair(AF_UNIX) stays: it reaches no other process, and asyncio needs it.
     "socket": (41, 198),
     "connect": (42, 203),
     "accept": (43, 202),

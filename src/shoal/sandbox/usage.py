@@ -76,7 +76,7 @@ def folder_holds_more(folder: str, size_bytes: int, count: int) -> bool:
 
 
 def remove_tree(folder: str) -> None:
-    """Removes a folder that a program filled, however deep, and whatever modes it set."""
+    """Removes a folder that a program filled, at any depth and with any modes."""
     moved = 0
     waiting = [folder]
     while waiting:

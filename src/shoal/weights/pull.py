@@ -1,6 +1,6 @@
 """Pull of Versions onto the disk of another host than the run's.
 
-A Version lies in a folder of its own as in the run directory. Shards that the newest Version here has as well are
+Each Version has a folder, as in the run directory. Shards that the newest Version here has as well are
 copied; of others the difference is fetched, or the whole. Each is checked by its hash before it is written: a
 difference that does not fit, from a damaged or an outdated copy, is replaced by the whole shard.
 """

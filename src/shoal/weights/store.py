@@ -96,5 +96,5 @@ class WeightStore:
 
 
 def _name_in(directory: Path) -> str:
-    """Name of the file with a Version's tensors: a whole model may have its adapter beside it."""
+    """Name of the file with a Version's tensors: a whole model's folder may have its adapter too."""
     return ADAPTER_FILE if (directory / ADAPTER_FILE).is_file() and not (directory / FILE).is_file() else FILE

@@ -1,4 +1,4 @@
-"""Two programs that run in sandboxes: `solution` beside a program, and `judge` beside the tests of a program."""
+"""Two programs that run in sandboxes: `solution` loads the answer, `judge` runs its tests."""
 
 import marshal
 from collections.abc import Mapping

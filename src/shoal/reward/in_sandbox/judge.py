@@ -167,7 +167,7 @@ class JudgedProgram:
             reply = json.loads(line, parse_constant=real)
             self.fault = self.fault or reply.get("failed", "")
         except (ValueError, RecursionError, AttributeError):
-            self.fault = "the program's reply is none"
+            self.fault = "the program's reply is not valid"
         if self.fault:
             raise Wrong(self.fault)
         self.words += "function" not in reply

@@ -34,7 +34,7 @@ def main():
         os._exit(0)
     module = type(sys)("solution")
     sys.modules["solution"] = module
-    setitimer(ITIMER_PROF, cpu_s)  # whoever undoes it uses up the sandbox's own limits
+    setitimer(ITIMER_PROF, cpu_s)  # a program that undoes it uses up the sandbox's limits
     setitimer(ITIMER_REAL, wall_s)
     failed = ""
     try:

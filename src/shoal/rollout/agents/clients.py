@@ -153,7 +153,7 @@ def _why_no_command(spec: Named) -> str:
 async def function_play(function: AgentFunction, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Play]:
     """Plays with an async function, which shares this event loop: what computes for long belongs into a command.
 
-    All rollouts share connections; each has a client of its own session, whose requests take `timeout_s` at most.
+    All rollouts share connections; each has a client for its session, whose requests take `timeout_s` at most.
     """
 
     async def play(task: Task, model: Model) -> Outcome:
@@ -267,7 +267,7 @@ def _outcome(written: bytes) -> Outcome:
 async def _last_line(stream: asyncio.StreamReader | None) -> str:
     """Last line of standard error, after a colon, with a Python traceback's place; empty without a line.
 
-    The stream ends with the supervisor, which outlives whatever the command started.
+    The stream ends with the supervisor, which outlives all processes of the command.
     """
     kept = b""
     while stream is not None and (part := await stream.read(1 << 16)):

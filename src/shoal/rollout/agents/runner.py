@@ -55,9 +55,9 @@ class _End:
 
 @dataclass(eq=False)
 class AgentRunner:
-    """Implements `interfaces.Runner`: each rollout is a `play` in a session of its own.
+    """Implements `interfaces.Runner`: each rollout is a `play` in a separate session.
 
-    Invariant: a rollout's turns are exactly what the engine sampled in its session, whatever the agent did or raised.
+    Invariant: a rollout's turns are exactly what the engine sampled in its session, even if the agent raised.
     """
 
     host: "Host"
@@ -119,7 +119,7 @@ class AgentRunner:
             return _End(Outcome(reward=0.0), f"policy: {error}")
         except EngineError as error:
             return _End(None, f"engine: {error}")
-        except Exception as error:  # an agent is anybody's code: its failure is a status, not the end of the run
+        except Exception as error:  # an agent is user code: its failure is a status, not the end of the run
             if isinstance(error, TimeoutError) and deadline.expired():
                 return _End(None, f"deadline: the rollout took longer than {self.timeout_s:g} s")
             if model.tree.truncated and _is_overflow(error):
@@ -166,7 +166,7 @@ class AgentRunner:
 def _is_overflow(error: BaseException | None) -> bool:
     """True for the refusal of a conversation that is too long, and for errors raised from it.
 
-    An error of the environment or of the system says by its type that it is none, whatever it was raised from.
+    Errors of the environment or of the system are recognised by type, not by their cause.
     """
     while error is not None and not isinstance(error, OUTSIDE):
         if isinstance(error, ContextOverflow) or getattr(error, "code", None) == OVERFLOW_CODE:
