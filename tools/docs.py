@@ -74,25 +74,23 @@ def commands() -> str:
             panels.setdefault(str(getattr(command, "rich_help_panel", "")), []).extend(_command_rows(name, command))
     parts = [COMMANDS]
     for panel, rows in panels.items():
-        parts.append("\n".join([f"## {panel}", "", "| command | does | options |", "|---|---|---|", *rows, ""]))
+        parts.append("\n".join([f"## {panel}", "", "| command | does |", "|---|---|", *rows, ""]))
     return "\n".join(parts)
 
 
 def _command_rows(path: str, command: object) -> Iterator[str]:
-    """A row for a command, or one for each command of a group: arguments, first paragraph of the help, options."""
+    """A row for a command, or one for each command of a group: arguments and the first paragraph of the help."""
     if isinstance(command, typer.core.TyperGroup):
         for name, inner in command.commands.items():
             yield from _command_rows(f"{path} {name}", inner)
         return
     assert isinstance(command, typer.core.TyperCommand)
-    shown = [one for one in command.params if not getattr(one, "hidden", False)]
-    wanted = [one for one in shown if one.param_type_name == "argument"]
+    wanted = [one for one in command.params if one.param_type_name == "argument"]
     words = [(one.metavar or str(one.name).upper(), one.required) for one in wanted]
     arguments = [word if required or word.startswith("[") else f"[{word}]" for word, required in words]
-    options = sorted(one.opts[0] for one in shown if one.param_type_name == "option")
     help_ = " ".join((command.help or "").split("\n\n")[0].split())
     usage = " ".join(["shoal", path, *arguments]).replace("|", "\\|")
-    yield f"| `{usage}` | {help_} | {' '.join(f'`{name}`' for name in options)} |"
+    yield f"| `{usage}` | {help_} |"
 
 
 def _preset(name: str, settings: Mapping[str, Setting]) -> str:
