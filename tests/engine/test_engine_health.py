@@ -36,7 +36,7 @@ def status_comes(client: TestClient, status: int) -> str:
 def test_an_engine_whose_step_never_ends_is_not_well_and_an_idle_one_is(tiny_model_dir: Path) -> None:
     engine = HangingEngine(load_model(str(tiny_model_dir)), EngineLimits(64))
     engine.let_go = threading.Event()
-    server = EngineServer(engine, ready=lambda: None, crashed=lambda error: None, hung_s=0.1)
+    server = EngineServer(engine, crashed=lambda error: None, hung_s=0.1)
     body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": 3}}
     with TestClient(server.app, base_url="http://localhost") as client, ThreadPoolExecutor() as threads:
         time.sleep(0.2)  # longer than a step may take: what has nothing to do does not hang

@@ -87,7 +87,7 @@ async def asked(server: EngineServer, path: str, query: str = "", body: object =
 def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model_dir: Path) -> None:
     crashes: list[BaseException] = []
     engine = StepEngine(load_model(tiny_model_dir), EngineLimits(128))
-    server = EngineServer(engine, ready=lambda: None, crashed=crashes.append)
+    server = EngineServer(engine, crashed=crashes.append)
 
     async def ask() -> None:
         async with server.app.router.lifespan_context(server.app):
@@ -147,7 +147,7 @@ def test_weights_that_wait_are_served_when_what_they_wait_for_is_aborted_in_a_pa
 
 def test_what_nobody_expected_is_answered_as_json_that_says_what_went_wrong(tiny_model_dir: Path) -> None:
     engine = StepEngine(load_model(tiny_model_dir), EngineLimits(128))
-    server = EngineServer(engine, ready=lambda: None, crashed=lambda _: None)
+    server = EngineServer(engine, crashed=lambda _: None)
     status, answer = asyncio.run(asked(server, "/resume"))  # its thread was never started
     message = "AttributeError: 'EngineServer' object has no attribute '_thread'"
     assert (status, answer) == (500, {"error": {"message": message, "code": 500}})

@@ -1,7 +1,6 @@
 """An engine process that is killed while it answers: a clear status, and its successor answers the same request."""
 
 import asyncio
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,13 +9,13 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 
 from benchmarks import child_environment
 from benchmarks.echo import CONTEXT, tokenizer
 from shoal.engine.http_client import HttpEngine
 from shoal.gateway.server import Gateway
 from shoal.model.chat_template import ChatRenderer
+from shoal.net.server import serving
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout
 from until import until
@@ -64,14 +63,7 @@ def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers_the_r
             port = int(engine_url.rpartition(":")[2])
             async with aclosing(HttpEngine(engine_url)) as engine:
                 gateway = Gateway(engine, ChatRenderer(made, (made.eos_token_id,)), max_model_len=CONTEXT)
-                listening = socket.create_server(("127.0.0.1", 0))
-                config = uvicorn.Config(gateway.app, log_level="error", timeout_graceful_shutdown=1)
-                server = uvicorn.Server(config)
-                serving = asyncio.create_task(server.serve(sockets=[listening]))
-                try:
-                    await scenario(gateway, f"http://127.0.0.1:{listening.getsockname()[1]}", dying, port)
-                finally:
-                    server.should_exit = True
-                    await serving
+                async with serving(gateway.app, grace_s=1) as url:
+                    await scenario(gateway, url, dying, port)
 
     asyncio.run(main())

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -20,8 +19,7 @@ from starlette.routing import Route
 
 import shoal
 from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, TaskError
-from shoal.net.listening import listening_socket
-from shoal.net.server import HANDLERS, body, decoded, guarded, uvicorn_config
+from shoal.net.server import HANDLERS, body, decoded, guarded, serving
 from shoal.net.server import json as answer
 from until import until
 
@@ -49,19 +47,13 @@ async def fails(http: Request) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def serving(*, token: str = "", per_address: int | None = None) -> AsyncIterator[int]:
+async def served(*, token: str = "", per_address: int = 64) -> AsyncIterator[int]:
     """The port of a server whose headers have 0.2 s."""
     routes = [Route("/add", add, methods=["POST"]), Route("/who", who), Route("/fails/{kind}", fails)]
     guard = Middleware(guarded, token=token, free=("/who",))
     app = Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
-    server = uvicorn.Server(uvicorn_config(app, grace_s=1, per_address=per_address, headers_timeout_s=0.2))
-    with listening_socket("127.0.0.1", 0) as listening:
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        try:
-            yield listening.getsockname()[1]
-        finally:
-            server.should_exit = True
-            await serving
+    async with serving(app, grace_s=1, per_address=per_address, headers_timeout_s=0.2) as url:
+        yield int(url.rpartition(":")[2])
 
 
 async def sent(port: int, head: str, data: bytes = b"", *, whole: bool = True) -> tuple[int, object]:
@@ -113,7 +105,7 @@ POST = "POST /add HTTP/1.1\nhost: localhost\ncontent-type: application/json"
 )
 def test_a_request_has_the_status_that_says_what_is_wrong_with_it(head: str, data: bytes, status: int) -> None:
     async def ask() -> None:
-        async with serving() as port:
+        async with served() as port:
             got, said = await sent(port, head, data)
             assert got == status, said
             if status != 200:
@@ -127,7 +119,7 @@ def test_a_request_has_the_status_that_says_what_is_wrong_with_it(head: str, dat
 
 def test_with_a_token_only_who_sends_it_is_answered_by_whatever_name() -> None:
     async def ask() -> None:
-        async with serving(token="secret") as port:
+        async with served(token="secret") as port:
             for given, status in (("", 401), ("Bearer wrong", 401), ("secret", 401), ("Bearer secret", 200)):
                 assert (await sent(port, f"{POST}\nauthorization: {given}", b'{"a": 1}'))[0] == status
             named = POST.replace("localhost", "trainer.example")
@@ -145,7 +137,7 @@ def test_with_a_token_only_who_sends_it_is_answered_by_whatever_name() -> None:
 )
 def test_half_a_request_is_not_waited_for(half: str) -> None:
     async def ask() -> None:
-        async with serving() as port:
+        async with served() as port:
             assert await sent(port, half, whole=False) == (0, None)
 
     asyncio.run(ask())
@@ -153,7 +145,7 @@ def test_half_a_request_is_not_waited_for(half: str) -> None:
 
 def test_half_a_second_request_is_not_waited_for_either() -> None:
     async def ask() -> None:
-        async with serving() as port:
+        async with served() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(b"GET /who HTTP/1.1\r\nhost: localhost\r\n\r\n")
             await reader.readuntil(b'"127.0.0.1"')
@@ -168,7 +160,7 @@ def test_half_a_second_request_is_not_waited_for_either() -> None:
 
 def test_half_a_body_is_refused_in_time() -> None:
     async def ask() -> None:
-        async with serving() as port:
+        async with served() as port:
             head = POST.replace("\n", "\r\n") + "\r\nconnection: close\r\ncontent-length: 100\r\n\r\n"
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(head.encode() + b'{"a"')
@@ -200,7 +192,7 @@ print(uvicorn_config(None).http.most, resource.getrlimit(resource.RLIMIT_NOFILE)
 
 def test_one_address_holds_so_many_connections_and_no_more() -> None:
     async def ask() -> None:
-        async with serving(per_address=2) as port:
+        async with served(per_address=2) as port:
             held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
             assert (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 503
             for _, writer in held:

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
@@ -16,7 +15,6 @@ from typing import TypeVar
 import aiohttp
 import psutil
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -25,6 +23,7 @@ from starlette.routing import Route
 from shoal.checker import Exact
 from shoal.config import RewardConfig
 from shoal.errors import EngineError
+from shoal.net.server import serving
 from shoal.reward.cache import RewardCache
 from shoal.reward.llm_judge import score_in
 from shoal.reward.remote import RemoteScorer
@@ -190,18 +189,6 @@ def test_a_users_function_is_called_as_trl_calls_it_and_its_faults_are_failures(
     assert {child.pid for child in psutil.Process().children(recursive=True)} == before
 
 
-@contextlib.asynccontextmanager
-async def http(app: object) -> AsyncIterator[str]:
-    """A real server on loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error"))  # type: ignore[arg-type]
-        serving = asyncio.create_task(server.serve(sockets=[bound]))
-        await until(lambda: server.started)
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server.should_exit = True
-        await serving
-
-
 def judge_app(asked: list[str]) -> Starlette:
     """A judge that does what the answer to grade says, as far as a careless model would."""
 
@@ -230,7 +217,7 @@ def test_a_judge_scores_by_a_rubric_and_what_it_does_not_answer_is_no_score() ->
     asked: list[str] = []
 
     async def work(service: RewardService) -> None:
-        async with http(judge_app(asked)) as url:
+        async with serving(judge_app(asked)) as url:
             spec: Json = {"name": "judge", "url": f"{url}/v1", "model": "m", "rubric": "Is it right?", "timeout_s": 3.0}
             assert values(await service.score(task(spec, "7"), ["busy"])) == [1.0]
             assert len(asked) == 3
@@ -328,7 +315,7 @@ def test_a_server_bounds_tests_answers_and_what_it_holds_of_uploads() -> None:
 
     async def work(service: RewardService) -> None:
         server = RewardServer(service, most_held_bytes=100_000)
-        async with http(server.app) as url:
+        async with serving(server.app) as url:
             assert await asked_for(url, body([one] * 1025, 1, 1.0), "") == 403
             assert await asked_for(url, body([one] * 100, 100), "") == 403
             assert await asked_for(url, body([], 1), "") == 400

@@ -22,7 +22,6 @@ from typing import Any
 import aiohttp
 import msgspec
 import psutil
-import uvicorn
 from starlette.types import ASGIApp
 
 import engine_server
@@ -35,8 +34,7 @@ from shoal.config import Config, RewardConfig, TaskConfig
 from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.net.identity import Identity
-from shoal.net.listening import listening_socket, url_of
-from shoal.net.server import uvicorn_config
+from shoal.net.server import serving
 from shoal.observe.runs import watched
 from shoal.observe.view.server import ViewServer
 from shoal.reward.server import RewardServer
@@ -280,18 +278,12 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
 async def serve(folder: Path) -> None:
     """Says on standard output where each is, then serves until standard input ends."""
     async with AsyncExitStack() as stack:
-        servers, urls = [], {}
+        urls = {}
         for name, app in (await stack.enter_async_context(applications(folder))).items():
-            listening = stack.enter_context(listening_socket("127.0.0.1", 0))
-            urls[name] = url_of(listening)
-            server = uvicorn.Server(uvicorn_config(app, grace_s=1))
-            servers.append((server, asyncio.create_task(server.serve(sockets=[listening]))))
+            urls[name] = await stack.enter_async_context(serving(app, grace_s=1))
         sys.stdout.write(json.dumps(urls) + "\n")
         sys.stdout.flush()
         await asyncio.to_thread(sys.stdin.read)
-        for server, serving in servers:
-            server.should_exit = True
-            await serving
 
 
 def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, Any]:

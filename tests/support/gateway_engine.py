@@ -2,13 +2,10 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import uvicorn
 
 from chat_templates import renderer
 from shoal.engine.pool import EnginePool
@@ -16,8 +13,8 @@ from shoal.errors import EngineUnavailable
 from shoal.gateway.server import Gateway
 from shoal.interfaces import Engine, EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.model.chat_template import ChatRenderer
+from shoal.net.server import serving
 from shoal.types import Completion, FinishReason, Sampling
-from until import until
 
 CONTEXT = 4096
 
@@ -136,14 +133,5 @@ async def served(
     gateway = Gateway(
         pool if pooled else engine, made, **{"max_model_len": CONTEXT, "max_body_bytes": 1 << 20, **options}
     )
-    listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(
-        uvicorn.Config(gateway.app, log_level="warning", lifespan="on", timeout_graceful_shutdown=1)
-    )
-    serving = asyncio.create_task(server.serve(sockets=[listening]))
-    try:
-        await until(lambda: server.started)
-        yield Served(engine, gateway, f"http://127.0.0.1:{listening.getsockname()[1]}")
-    finally:
-        server.should_exit = True
-        await serving
+    async with serving(gateway.app, grace_s=1) as url:
+        yield Served(engine, gateway, url)

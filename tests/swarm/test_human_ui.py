@@ -10,7 +10,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,8 +17,7 @@ from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.errors import ExchangeUnavailable
 from shoal.net.identity import Identity
-from shoal.net.listening import listening_socket
-from shoal.net.server import uvicorn_config
+from shoal.net.server import serving
 from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.exchange import MemoryExchange, MemorySwarm
@@ -212,16 +210,10 @@ async def site(
     here = Joined(member, own, HERE, folder, Config(tasks=[config]), clock=lambda: 1e9)
     draw = partial(service.draw, Split.TRAIN)
     node = HumanNode(here, ExactScorer(), draw, QuestionPace(answers=2, wait_s=0), seed=1)
-    with listening_socket("127.0.0.1", 0) as listening:
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server = uvicorn.Server(uvicorn_config(HumanServer(node, rates).app))
-        async with asyncio.TaskGroup() as parts:
-            running = parts.create_task(node.run())
-            serving = parts.create_task(server.serve(sockets=[listening]))
-            yield Site(url, node, member, other)
-            server.should_exit = True
-            await serving
-            running.cancel()
+    async with asyncio.TaskGroup() as parts, serving(HumanServer(node, rates).app) as url:
+        running = parts.create_task(node.run())
+        yield Site(url, node, member, other)
+        running.cancel()
 
 
 class Visitor:

@@ -21,14 +21,12 @@ from urllib.request import urlopen
 
 import aiohttp
 import pytest
-import uvicorn
 
 from shoal import wire
 from shoal.errors import ConfigError, EngineUnavailable, JudgeError, RequestRefused, WireError
 from shoal.net.chat import ChatChoice
 from shoal.net.identity import Identity
-from shoal.net.listening import listening_socket
-from shoal.net.server import Refused
+from shoal.net.server import Refused, serving
 from shoal.run.serve_judge import NINE
 from shoal.swarm.answerers import ChatModel
 from shoal.swarm.judge.client import audit as audit_judge
@@ -456,12 +454,8 @@ CHEATS = [
 @asynccontextmanager
 async def served(judge: Judge) -> AsyncIterator[str]:
     """The URL of a judge."""
-    with listening_socket("127.0.0.1", 0) as listening:
-        server = uvicorn.Server(uvicorn.Config(JudgeServer(judge).app, log_level="warning"))
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-        server.should_exit = True
-        await serving
+    async with serving(JudgeServer(judge).app) as url:
+        yield url
 
 
 def test_a_browser_is_told_what_is_a_page_and_what_is_a_message_of_the_protocol(judge: Judge, clock: Clock) -> None:
@@ -539,10 +533,7 @@ def test_an_audit_finds_a_judge_that_cheats(
         return await audit_judge(url, drawer, ExactScorer(), judge=HERE.peer_id)
 
     async def main() -> None:
-        with listening_socket("127.0.0.1", 0) as listening:
-            url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-            server = uvicorn.Server(uvicorn.Config(JudgeServer(judge).app, log_level="warning"))
-            serving = asyncio.create_task(server.serve(sockets=[listening]))
+        async with serving(JudgeServer(judge).app) as url:
             _, verdict, silent = await take(
                 url, ChatModel(model_url, "m"), ME, arm=Condition.SWARM, round_=3, judge=HERE.peer_id, clock=clock
             )
@@ -568,8 +559,6 @@ def test_an_audit_finds_a_judge_that_cheats(
             store.execute("UPDATE rounds SET seed = zeroblob(32) WHERE number = 0")
             store.close()
             assert await audited(url) == (0, ["round 0: the seed is not the one that was committed to"])
-            server.should_exit = True
-            await serving
 
     asyncio.run(main())
 

@@ -9,7 +9,6 @@ from itertools import cycle
 from pathlib import Path
 
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,8 +16,7 @@ from starlette.routing import Route
 
 from browser import Page, browser_path, chromium
 from payloads import PAYLOADS
-from shoal.net.listening import listening_socket, url_of
-from shoal.net.server import PAGE_HEADERS, json, look, uvicorn_config
+from shoal.net.server import PAGE_HEADERS, json, look, serving
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.report import write_report
 from shoal.swarm.judge.messages import Condition
@@ -51,17 +49,10 @@ def test_text_has_the_contrast_of_wcag_aa_in_both_themes(theme: int) -> None:
 async def opened(*routes: Route) -> AsyncIterator[tuple[Page, str]]:
     """A phone before a server of some routes."""
     browser_path()
-    with listening_socket("127.0.0.1", 0) as listening:
-        app = Starlette(routes=[Route("/look.css", look), *routes])
-        server = uvicorn.Server(uvicorn_config(app, grace_s=1))
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
-        try:
-            async with chromium(width=390, height=800, scale=1) as page:
-                yield page, url_of(listening)
-                assert page.complaints == []
-        finally:
-            server.should_exit = True
-            await serving
+    app = Starlette(routes=[Route("/look.css", look), *routes])
+    async with serving(app, grace_s=1) as url, chromium(width=390, height=800, scale=1) as page:
+        yield page, url
+        assert page.complaints == []
 
 
 def static(path: str, kind: str, text: str) -> Route:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from shoal.cli import app
 from shoal.config import load
-from shoal.net.server import uvicorn_config
+from shoal.net.server import serving
 from shoal.swarm.status_page import status_page
 
 ROOT = Path(__file__).parents[2]
@@ -110,19 +110,10 @@ def test_an_invitation_is_a_line_that_joins_with_address_key_and_data_sets(tmp_p
 
 @pytest.mark.parametrize("written", [True, False])
 def test_the_status_page_shows_what_the_peer_wrote_last(written: bool) -> None:
-    import uvicorn
-
     evil = "<script>alert(1)</script>"
     values: dict[str, object] = {"connected": True, "time_s": 1.0, "peers": {evil: {"trust": 1}}}
 
     async def main() -> None:
-        import socket
-
-        listening = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn_config(status_page(lambda: values if written else None)))
-        serving = asyncio.create_task(server.serve([listening]))
-        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-
         def get(path: str) -> tuple[int, str, str]:
             try:
                 with urllib.request.urlopen(url + path) as answer:
@@ -130,15 +121,14 @@ def test_the_status_page_shows_what_the_peer_wrote_last(written: bool) -> None:
             except urllib.error.HTTPError as error:
                 return error.code, error.read().decode(), ""
 
-        status, page, policy = await asyncio.to_thread(get, "/")
-        assert status == 200
-        assert "status.js" in page
-        assert "script-src 'self'" in policy
-        for path in ("/status.js", "/status.css"):
-            assert (await asyncio.to_thread(get, path))[0] == 200
-        status, said, _ = await asyncio.to_thread(get, "/api/status")
-        assert (status, json.loads(said) == values) == ((200, True) if written else (404, False))
-        server.should_exit = True
-        await serving
+        async with serving(status_page(lambda: values if written else None)) as url:
+            status, page, policy = await asyncio.to_thread(get, "/")
+            assert status == 200
+            assert "status.js" in page
+            assert "script-src 'self'" in policy
+            for path in ("/status.js", "/status.css"):
+                assert (await asyncio.to_thread(get, path))[0] == 200
+            status, said, _ = await asyncio.to_thread(get, "/api/status")
+            assert (status, json.loads(said) == values) == ((200, True) if written else (404, False))
 
     asyncio.run(main())

@@ -24,6 +24,7 @@ from shoal.cli.output import (
     show_answers,
     show_what_next,
     stoppable,
+    until_stopped,
     warn,
 )
 from shoal.cli.overrides import HELP, WithSettings
@@ -159,8 +160,6 @@ def view(
     """Watch runs on a page: curves, rollouts, tokens, waits. Run directories are only read."""
     import webbrowser
 
-    import uvloop
-
     from shoal.net.process import die_with_parent
     from shoal.observe.runs import newest_run
     from shoal.observe.view.server import serve_view
@@ -174,7 +173,7 @@ def view(
             webbrowser.open(url)
 
     chosen = [run if beside else existing_run(str(run)) for run in runs or [newest_run(Path("runs"))]]
-    uvloop.run(serve_view(chosen, host=host, port=port, announce=announce, waits=beside))
+    until_stopped(serve_view(chosen, host=host, port=port, announce=announce, waits=beside))
 
 
 app.command(rich_help_panel=MANY)(run_commands.restore)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, announce, printable, show
+from shoal.cli.output import JsonFlag, announce, printable, show, until_stopped
 from shoal.errors import ConfigError, RunDirError
 
 TrainedBy = StrEnum("TrainedBy", ["swarm", "solo"])
@@ -38,13 +38,11 @@ def serve(
     workers: Annotated[int, typer.Option(min=1, help="Processes that score.")] = 1,
 ) -> None:
     """Issue challenges and grade answers, until Ctrl-C. Prints the address of the leaderboard."""
-    import uvloop
-
     from shoal.run.serve_judge import serve_judge
     from shoal.swarm.judge.judging import Rules
 
     rules = Rules(questions, sitting_s, answer_s, peer_every_s=every_s)
-    uvloop.run(serve_judge(config, folder, rules, host=host, port=port, workers=workers, announce=announce))
+    until_stopped(serve_judge(config, folder, rules, host=host, port=port, workers=workers, announce=announce))
 
 
 @app.command()

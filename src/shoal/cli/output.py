@@ -108,6 +108,8 @@ def until_stopped(serving: Coroutine[Any, Any, None]) -> None:
     """Runs a coroutine until it ends, or until SIGTERM or Ctrl-C."""
     import asyncio
 
+    import uvloop
+
     async def serve() -> None:
         task = asyncio.ensure_future(serving)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -115,7 +117,7 @@ def until_stopped(serving: Coroutine[Any, Any, None]) -> None:
         await task
 
     with contextlib.suppress(asyncio.CancelledError):
-        asyncio.run(serve())
+        uvloop.run(serve())
 
 
 def from_checkout(command: str) -> None:

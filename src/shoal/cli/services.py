@@ -81,8 +81,6 @@ def serve_rewards(
 
     With --run it registers with a run instead, whose token is SHOAL_RUN_TOKEN, until stopped.
     """
-    import uvloop
-
     from shoal.cluster.rewards_role import RewardsHost
     from shoal.config import RewardConfig
     from shoal.errors import ConfigError
@@ -100,7 +98,7 @@ def serve_rewards(
         return
     if not is_loopback(host) and not token:
         raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token that they must have")
-    uvloop.run(serve(config, host=host, port=port, token=token, announce=partial(print, flush=True), log=log))
+    until_stopped(serve(config, host=host, port=port, token=token, announce=partial(print, flush=True), log=log))
 
 
 @tasks.command("serve")

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.output import until_stopped
 from shoal.errors import ConfigError
 
 
@@ -44,8 +45,6 @@ def serve(
 
     With tinker, --cluster.listen=HOST:PORT and other settings of that section let engines and the trainer join it.
     """
-    import uvloop
-
     from shoal.config import parse
     from shoal.gateway.chat import example
     from shoal.gateway.request_log import RequestLog, RequestRecord
@@ -77,7 +76,7 @@ def serve(
             on_event=lambda name, state: print(name, state, flush=True),
             overrides=context.obj,
         )
-        uvloop.run(serving)
+        until_stopped(serving)
         return
     if context.obj:
         raise ConfigError(f"{context.obj[0]}: expected an option of this command; settings are taken with tinker")
@@ -100,6 +99,6 @@ def serve(
             if file is not None:
                 file.write(record)
 
-        uvloop.run(
+        until_stopped(
             serve_model(config.model, host=host, port=port, threads=cores(), announce=announce, on_request=on_request)
         )

@@ -11,7 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from shoal.cli.output import JsonFlag, announce, from_checkout, show
+from shoal.cli.output import JsonFlag, announce, from_checkout, show, until_stopped
 from shoal.cli.overrides import HELP, WithSettings
 from shoal.cli.runs import RunArgument
 from shoal.errors import ConfigError, RunDirError
@@ -68,14 +68,12 @@ def human_ui(
 ) -> None:
     """Ask people questions in the human UI, a web page, and offer their answers to the swarm. Settings as for `shoal
     train`."""
-    import uvloop
-
     from shoal.config import load
     from shoal.run.join_swarm import serve_human
     from shoal.swarm.human.questions import QuestionPace
 
     settings, pace = load(config, context.obj), QuestionPace(answers, wait_s)
-    uvloop.run(serve_human(settings, folder, pace, host=host, port=port, announce=announce))
+    until_stopped(serve_human(settings, folder, pace, host=host, port=port, announce=announce))
 
 
 @app.command(cls=WithSettings, epilog=HELP)
@@ -131,10 +129,15 @@ def status(
             values["time_s"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
         show(values, json_)
         return
-    from shoal.net.server import serve_app
+    from shoal.net.server import serving, until_cancelled
     from shoal.swarm.status_page import status_page
 
-    asyncio.run(serve_app(status_page(lambda: status_of(run)), host, port, announce))
+    async def serve_page() -> None:
+        async with serving(status_page(lambda: status_of(run)), host, port) as url:
+            announce(url)
+            await until_cancelled()
+
+    until_stopped(serve_page())
 
 
 def status_of(run: Path) -> dict[str, object] | None:

@@ -33,9 +33,9 @@ from shoal.engine.replica import PoolEngine
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable, RequestRefused
 from shoal.net.client import Client
 from shoal.net.command import Command
-from shoal.net.listening import free_port, listening_socket, own_address, tls_files, url_of
+from shoal.net.listening import free_port, own_address, tls_files
 from shoal.net.process import Child, cores
-from shoal.net.server import HANDLERS, QuietServer, body, decoded, disconnected, guarded, json, uvicorn_config
+from shoal.net.server import HANDLERS, body, decoded, disconnected, guarded, json, serving
 from shoal.weights.pull import VersionPuller
 from shoal.weights.store import FILE
 
@@ -93,24 +93,20 @@ class EngineHost:
         announce: Callable[[str], None],
     ) -> None:
         """Serves the engine and holds its lease. Raises `ChildDied` when the engine ends."""
-        token, tls = secrets.token_urlsafe(24), tls_files()
-        with listening_socket(self.host or own_address(self.url), self.port) as listening:
-            front = EngineFront(engine, puller, token)
-            server = QuietServer(uvicorn_config(front.app, idle_s=600, grace_s=1, tls=tls))
-            serving = asyncio.create_task(server.serve(sockets=[listening]), name="engine front")
-            role = EngineRole(url_of(listening, tls), token)
+        token, host = secrets.token_urlsafe(24), self.host or own_address(self.url)
+        app = EngineFront(engine, puller, token).app
+        async with serving(app, host, self.port, tls=tls_files(), idle_s=600, grace_s=1) as url:
+            role = EngineRole(url, token)
             holding = hold_lease(self.url, self.token, role, info.key, announce, _work(puller, info.process))
             leased = asyncio.create_task(holding, name="lease")
             try:
-                await asyncio.wait({died, serving, leased}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({died, leased}, return_when=asyncio.FIRST_COMPLETED)
                 if died.done():
                     raise ChildDied(died.result())
                 await leased
             finally:
                 leased.cancel()
                 await asyncio.wait({leased})
-                server.should_exit = True
-                await serving
 
     @asynccontextmanager
     async def _engine(self, info: RunInfo, model_dir: Path) -> "AsyncIterator[tuple[PoolEngine, asyncio.Task[str]]]":

@@ -1,6 +1,5 @@
 """`shoal rewards serve --run RUN_URL`: a scorer of this host, for a run of another."""
 
-import asyncio
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -11,8 +10,8 @@ from shoal.cluster.joining import OtherRun, hold_lease, run_info
 from shoal.cluster.registry import RewardsRole
 from shoal.config import RewardConfig
 from shoal.net.client import Client
-from shoal.net.listening import listening_socket, own_address, tls_files, url_of
-from shoal.net.server import QuietServer, uvicorn_config
+from shoal.net.listening import own_address, tls_files
+from shoal.net.server import serving
 from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
 
@@ -30,16 +29,10 @@ class RewardsHost:
         """Scores until it is cancelled, for one run after another at the same URL. Raises a `ShoalError`."""
         token = secrets.token_urlsafe(24)
         async with RewardService(self.config, self.log) as service:
-            tls = tls_files()
-            with listening_socket(own_address(self.url), 0) as listening:
-                server = QuietServer(uvicorn_config(RewardServer(service, token=token).app, grace_s=1, tls=tls))
-                serving = asyncio.create_task(server.serve(sockets=[listening]), name="rewards")
-                try:
-                    while True:
-                        await self._lease(RewardsRole(url_of(listening, tls), token), announce)
-                finally:
-                    server.should_exit = True
-                    await serving
+            app = RewardServer(service, token=token).app
+            async with serving(app, own_address(self.url), tls=tls_files(), grace_s=1) as url:
+                while True:
+                    await self._lease(RewardsRole(url, token), announce)
 
     async def _lease(self, role: RewardsRole, announce: Callable[[str], None]) -> None:
         """Holds the lease of one run."""

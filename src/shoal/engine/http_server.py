@@ -9,22 +9,20 @@ import argparse
 import asyncio
 import os
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
-
-import uvicorn
 
 from shoal import files
 from shoal.engine.http_client import TOKEN_VARIABLE
 from shoal.engine.options import EngineLimits, OnUpdate
 from shoal.errors import ConfigError, ShoalError
-from shoal.net.listening import listening_socket, url_of
+from shoal.net.listening import listening_socket
 from shoal.net.process import die_with_parent, loading, receive_frame, send_frame
-from shoal.net.server import uvicorn_config
+from shoal.net.server import serving
 
 if TYPE_CHECKING:
     from shoal.engine.step_engine import StepEngine
@@ -45,39 +43,29 @@ def main(arguments: Sequence[str]) -> int:
     return asyncio.run(_serve(engine, listening, options))
 
 
-class _Uvicorn(uvicorn.Server):
-    """Server that calls `on_stop` on the event loop at the first signal, while answers can still be sent."""
-
-    on_stop: Callable[[], None]
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Schedules `on_stop`: the signal may interrupt code that holds a lock which ending requests takes."""
-        if self.started:
-            asyncio.get_running_loop().call_soon_threadsafe(self.on_stop)
-        super().handle_exit(sig, frame)
-
-
 async def _serve(engine: "StepEngine", listening: socket.socket, options: argparse.Namespace) -> int:
     from shoal.engine.routes import EngineServer
 
-    failures: list[BaseException] = []
+    stopping, failures = asyncio.Event(), list[BaseException]()
 
     def crashed(error: BaseException) -> None:
         failures.append(error)
-        uvicorn_server.should_exit = True
+        stopping.set()
 
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     token, report = _token(options.fd)
     server = EngineServer(
         engine,
-        ready=lambda: report(url_of(listening)),  # it listens already, so that early connections only wait
         crashed=crashed,
         token=token,
         weights=[*options.weights, *_folders_of(Path(options.model))],
         model_dir=Path(options.model),
     )
-    uvicorn_server = _Uvicorn(uvicorn_config(server.app, idle_s=600, grace_s=1))
-    uvicorn_server.on_stop = server.stop
-    await uvicorn_server.serve(sockets=[listening])
+    async with serving(server.app, listening=listening, idle_s=600, grace_s=1) as url:
+        report(url)
+        await stopping.wait()
+        server.stop()  # while answers can still be sent
     return 1 if failures else 0
 
 

@@ -122,14 +122,13 @@ HUNG_S = 600.0  # a step of a large model on few cores takes a minute, and the f
 class EngineServer:
     """Routes of one engine. `app` is the ASGI application.
 
-    `ready` is called when requests can be answered, `crashed` when the engine cannot continue.
+    `crashed` is called when the engine cannot continue.
     """
 
     def __init__(
         self,
         engine: StepEngine,
         *,
-        ready: Callable[[], object],
         crashed: Callable[[BaseException], None],
         token: str = "",
         weights: Sequence[Path] = (),
@@ -142,7 +141,6 @@ class EngineServer:
         """
         self._engine = engine
         self._hung_s = hung_s
-        self._ready = ready
         self._crashed = crashed
         self._waiters: dict[Request, asyncio.Future[None]] = {}
         self._streams: set[TokenStream] = set()
@@ -185,7 +183,6 @@ class EngineServer:
             crashed=lambda error: _soon(loop, self._crashed, error),
         )
         self._thread.start()
-        self._ready()
         yield
         self._thread.stop()
         self._reading.shutdown(cancel_futures=True)

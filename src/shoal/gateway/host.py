@@ -1,6 +1,5 @@
 """The gateway inside a run: sessions for rollouts, in this process and over HTTP."""
 
-import asyncio
 import contextlib
 import secrets
 import sys
@@ -16,9 +15,9 @@ from shoal.gateway.token_tree import TokenTree
 from shoal.interfaces import Engine
 from shoal.model.chat_template import ChatRenderer
 from shoal.net.chat import TIMEOUT_S
-from shoal.net.listening import TLSFiles, is_loopback, listening_socket, tls_files, url_of
+from shoal.net.listening import TLSFiles, is_loopback, tls_files
 from shoal.net.openai_client import close_clients, session_client
-from shoal.net.server import QuietServer, uvicorn_config
+from shoal.net.server import serving
 from shoal.types import Message, Sampling
 
 if TYPE_CHECKING:
@@ -86,15 +85,11 @@ class Host:
         key = secrets.token_urlsafe(24)
         gateway = Gateway(engine, renderer, max_model_len=max_model_len, admin_key=key, host=at, bounds=bounds)
         tls: TLSFiles = {} if is_loopback(at) else tls_files()
-        with listening_socket(at, 0) as listening:
-            server = QuietServer(uvicorn_config(gateway.app, grace_s=STOP_GRACE_S, tls=tls))
-            serving = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
+        async with serving(gateway.app, at, tls=tls, grace_s=STOP_GRACE_S) as url:
             try:
-                yield cls(gateway, url_of(listening, tls))
+                yield cls(gateway, url)
             finally:
                 await close_clients()
-                server.should_exit = True
-                await serving
 
     def session(self, sampling: Sampling, priority: int, timeout_s: float) -> HostedSession:
         """A session for a rollout of at most `timeout_s`. Raises `EngineUnavailable` when there are too many."""

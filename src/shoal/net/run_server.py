@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.routing import BaseRoute
@@ -21,7 +20,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 from shoal.errors import ConfigError, ShoalError
 from shoal.net.client import LEASE_S, TOKEN_VARIABLE
 from shoal.net.listening import is_loopback, listening_socket, tls_files, url_of
-from shoal.net.server import HANDLERS, decoded, guarded, uvicorn_config
+from shoal.net.server import HANDLERS, Bounds, decoded, guarded, serving
 
 STOP_GRACE_S = 1
 
@@ -56,12 +55,10 @@ class RunServer:
         self.app.router.routes.extend(routes)
 
     def __enter__(self) -> Self:
-        tls = tls_files()
+        self._tls, self._stopping = tls_files(), asyncio.Event()
         self._listening = listening_socket(*self._at)
-        self.url = url_of(self._listening, tls)
+        self.url = url_of(self._listening, self._tls)
         self.loop = asyncio.new_event_loop()
-        config = uvicorn_config(self.app, grace_s=STOP_GRACE_S, silence_s=self._lease_s, tls=tls)
-        self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._serve, name="run server", daemon=True)
         self._thread.start()
         return self
@@ -70,12 +67,17 @@ class RunServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends the thread; roles go on trying to connect."""
-        self._server.should_exit = True
+        self.loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
     def _serve(self) -> None:
+        async def serve() -> None:
+            bounds: Bounds = {"grace_s": STOP_GRACE_S, "silence_s": self._lease_s}
+            async with serving(self.app, listening=self._listening, tls=self._tls, **bounds):
+                await self._stopping.wait()
+
         with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
-            runner.run(self._server.serve(sockets=[self._listening]))
+            runner.run(serve())
 
     def wait(self, doing: Coroutine[Any, Any, R]) -> R:
         """The result of a coroutine on the server's loop, for any other thread; blocks."""

@@ -1,8 +1,8 @@
 """Limits and refusals of every HTTP server: who may ask, how much and how slowly.
 
 `guarded` wraps an application: it checks the Host header, the token and the content type before reading anything.
-`body` and `decoded` read a request within a size and a time. `uvicorn_config` bounds an application's connections,
-headers and idleness. The errors of `shoal.errors` name their own HTTP status.
+`body` and `decoded` read a request within a size and a time. `serving` bounds an application's connections, headers and
+idleness. The errors of `shoal.errors` name their own HTTP status.
 """
 
 import asyncio
@@ -12,10 +12,10 @@ import ipaddress
 import os
 import resource
 import socket
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from http import HTTPStatus
 from importlib.resources import files
-from typing import TypeVar
+from typing import NoReturn, TypedDict, TypeVar, Unpack
 
 import msgspec
 import uvicorn
@@ -207,50 +207,88 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
             raise Refused(HTTPStatus.MISDIRECTED_REQUEST, why) from None
 
 
-def uvicorn_config(
-    app: ASGIApp,
-    *,
-    idle_s: int = 5,
-    grace_s: int | None = None,
-    per_address: int | None = None,
-    headers_timeout_s: float = HEADERS_TIMEOUT_S,
-    silence_s: float = 0.0,
-    tls: TLSFiles | None = None,
-) -> uvicorn.Config:
-    """Configuration that serves `app` with bounded connections, headers and idleness, and believes no proxy.
+class Bounds(TypedDict, total=False):
+    """Bounds of a server."""
 
-    A connection may be idle for `idle_s`; ending waits at most `grace_s` for answers under way. With `silence_s`
-    WebSockets are served, and closed when the other side answers no ping for so long.
+    idle_s: int
+    """Seconds that a connection may be idle, by default 5."""
+    grace_s: int
+    """Seconds that ending waits for answers under way; without it, until they are sent."""
+    per_address: int
+    """Connections of one address."""
+    headers_timeout_s: float
+    silence_s: float
+    """Serves WebSockets, and closes those whose other side answers no ping for so long."""
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    app: ASGIApp,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    *,
+    listening: socket.socket | None = None,
+    tls: TLSFiles | None = None,
+    **bounds: Unpack[Bounds],
+) -> AsyncIterator[str]:
+    """Serves `app` within the block, on its event loop; gives the URL once it answers. Signals are left to the process.
+
+    It listens at `host` and `port`, or on the socket `listening`. Raises `ConfigError` for an address that is taken.
     """
-    bounds = {"most": _descriptors() * 3 // 4, "per_address": per_address, "headers_timeout_s": headers_timeout_s}
+    with listening or listening_socket(host, port) as at:
+        server = _QuietServer(uvicorn_config(app, tls=tls, **bounds))
+        running = asyncio.create_task(server.serve(sockets=[at]), name="HTTP server")
+        running.add_done_callback(lambda _: server.up.set())
+        try:
+            await server.up.wait()
+            yield url_of(at, tls)
+        finally:
+            server.should_exit = True
+            await running
+
+
+async def until_cancelled() -> NoReturn:
+    """Waits until it is cancelled, as a signal cancels a command that serves."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def uvicorn_config(app: ASGIApp, *, tls: TLSFiles | None = None, **bounds: Unpack[Bounds]) -> uvicorn.Config:
+    """Configuration that serves `app` with bounded connections, headers and idleness, and believes no proxy."""
+    silence_s = bounds.get("silence_s", 0.0)
+    limits = {
+        "most": _descriptors() * 3 // 4,
+        "per_address": bounds.get("per_address"),
+        "headers_timeout_s": bounds.get("headers_timeout_s", HEADERS_TIMEOUT_S),
+    }
     return uvicorn.Config(
         app,
-        http=type("_BoundedHere", (_Bounded,), bounds),
+        http=type("_BoundedHere", (_Bounded,), limits),
         ws="websockets-sansio" if silence_s else "none",
         ws_max_size=MOST_FRAME_BYTES,
         ws_ping_interval=0.4 * silence_s,
         ws_ping_timeout=0.6 * silence_s,
         log_level="warning",
         access_log=False,
-        timeout_keep_alive=idle_s,
-        timeout_graceful_shutdown=grace_s,
+        timeout_keep_alive=bounds.get("idle_s", 5),
+        timeout_graceful_shutdown=bounds.get("grace_s"),
         proxy_headers=PROXIES_VARIABLE in os.environ,  # uvicorn reads it
         server_header=False,
         **(tls or {}),
     )
 
 
-async def serve_app(
-    app: ASGIApp, host: str, port: int, announce: Callable[[str], None], *, per_address: int | None = None
-) -> None:
-    """Serves `app` until SIGTERM or SIGINT; `announce` gets its URL. Raises `ConfigError`."""
-    with listening_socket(host, port) as listening:
-        announce(url_of(listening))
-        await uvicorn.Server(uvicorn_config(app, per_address=per_address)).serve([listening])
+class _QuietServer(uvicorn.Server):
+    """Server that leaves signals to the process that it is a part of; `up` is set once it answers."""
 
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.up = asyncio.Event()
 
-class QuietServer(uvicorn.Server):
-    """Server that leaves signals to the process that it is a part of."""
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts the application, and listens."""
+        await super().startup(sockets)
+        self.up.set()
 
     @contextlib.contextmanager
     def capture_signals(self):  # type: ignore[no-untyped-def]

@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.experience.log import external_groups, snapshot
 from shoal.interfaces import Environment, Scorer, WholeExchange
 from shoal.net.identity import Identity
-from shoal.net.server import PER_ADDRESS, serve_app
+from shoal.net.server import PER_ADDRESS, serving
 from shoal.reward.service import RewardService
 from shoal.run.prepared import Prepared
 from shoal.run.rewards import own_scorer
@@ -165,7 +165,7 @@ def _because(failure: str) -> str:
 async def serve_human(
     config: Config, folder: Path, pace: QuestionPace, *, host: str, port: int, announce: Callable[[str, str], None]
 ) -> None:
-    """Asks people in the human UI until SIGTERM or SIGINT. `announce` gets two lines: URL and peer id.
+    """Asks people in the human UI until it is cancelled. `announce` gets two lines: URL and peer id.
 
     It loads no model: only tasks, rewards and swarm of the configuration are read. Raises a `ShoalError`.
     """
@@ -174,8 +174,6 @@ async def serve_human(
         joined = await stack.enter_async_context(_joined(config, folder, library.services))
         scorer = await stack.enter_async_context(RewardService(config.reward))
         node = HumanNode(joined, scorer, partial(library.draw, Split.TRAIN), pace)
-        async with asyncio.TaskGroup() as parts:
-            running = parts.create_task(node.run(), name="human UI")
-            app, peer = HumanServer(node).app, f"peer id {node.peer_id}"
-            await serve_app(app, host, port, lambda url: announce(url, peer), per_address=PER_ADDRESS)
-            running.cancel()
+        async with serving(HumanServer(node).app, host, port, per_address=PER_ADDRESS) as url:
+            announce(url, f"peer id {node.peer_id}")
+            await node.run()

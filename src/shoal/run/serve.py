@@ -1,15 +1,11 @@
 """`shoal serve` runs an engine process and the gateway before it, without training."""
 
-import asyncio
 import os
 import secrets
-import socket
 import tempfile
 from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
-
-import uvicorn
 
 from shoal.config import EngineConfig, ModelConfig
 from shoal.config.settings import EMBEDDED
@@ -19,9 +15,9 @@ from shoal.errors import ChildDied, ModelError, SessionError
 from shoal.gateway.request_log import OnRequest
 from shoal.gateway.server import Gateway
 from shoal.model.renderer_loading import load_renderer
-from shoal.net.listening import is_loopback, listening_socket, url_of
-from shoal.net.process import Child, collect_rarely
-from shoal.net.server import uvicorn_config
+from shoal.net.listening import is_loopback, listening_socket
+from shoal.net.process import collect_rarely
+from shoal.net.server import serving
 from shoal.run.engines import START_TIMEOUT_S
 from shoal.run.plan import model_directory
 from shoal.types import Message, Role
@@ -40,7 +36,7 @@ async def serve(
     announce: Callable[[str, str, str, bool], None],
     on_request: OnRequest | None = None,
 ) -> None:
-    """Serves OpenAI and Anthropic clients until SIGTERM or SIGINT. Raises a `ShoalError`.
+    """Serves OpenAI and Anthropic clients until it is cancelled. Raises a `ShoalError`.
 
     `announce` gets URL, model name, API key and whether the model chats, once requests are answered. The key is empty
     on loopback; elsewhere it comes from the environment, or is new. `on_request` gets each request once it is answered.
@@ -72,25 +68,12 @@ async def serve(
                 host=host,
             )
             collect_rarely()
-            announce(url_of(listening), name, admin_key, renderer.has_template)
-            await _until_told_to_stop(gateway, listening, child)
+            async with serving(gateway.app, listening=listening) as url:
+                announce(url, name, admin_key, renderer.has_template)
+                raise ChildDied(str(await child.died()))
 
 
 def _served_name(path: str) -> str:
     """Name by which clients call a model: its folder's or file's, or the one by which it was asked for."""
     given = Path(path).expanduser()
     return given.resolve().name if given.exists() and path not in EMBEDDED else path
-
-
-async def _until_told_to_stop(gateway: Gateway, listening: socket.socket, child: Child) -> None:
-    """Raises `ChildDied` when the engine's process ends first."""
-    server = uvicorn.Server(uvicorn_config(gateway.app))
-    died = asyncio.create_task(child.died(), name="watching the engine")
-    served = asyncio.create_task(server.serve(sockets=[listening]), name="gateway")
-    await asyncio.wait({died, served}, return_when=asyncio.FIRST_COMPLETED)
-    if not served.done():
-        server.should_exit = True
-        await served
-        raise ChildDied(str(died.result()))
-    died.cancel()
-    await served

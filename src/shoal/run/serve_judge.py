@@ -7,7 +7,7 @@ from pathlib import Path
 from shoal.config import RewardConfig, TaskConfig, load
 from shoal.errors import ConfigError
 from shoal.net.identity import Identity
-from shoal.net.server import PER_ADDRESS, serve_app
+from shoal.net.server import PER_ADDRESS, serving, until_cancelled
 from shoal.reward.service import RewardService
 from shoal.swarm.judge.client import audit
 from shoal.swarm.judge.judging import Judge, Rules
@@ -33,7 +33,7 @@ async def serve_judge(
     workers: int,
     announce: Callable[[str, str], None],
 ) -> None:
-    """Judges until SIGTERM or SIGINT. `announce` gets two lines: URL and peer id. Raises a `ShoalError`."""
+    """Judges until it is cancelled. `announce` gets two lines: URL and peer id. Raises a `ShoalError`."""
     tasks = load(config).tasks if config else [TaskConfig(name=name) for name in NINE]
     identity = Identity.load(folder / "identity.pem")
     async with AsyncExitStack() as stack:
@@ -47,8 +47,9 @@ async def serve_judge(
         scorer = await stack.enter_async_context(RewardService(rewards))
         judge = Judge(store, identity, specialties, drawer, scorer, rules)
         judge.ledger()  # committed to before anybody can ask
-        app, peer = JudgeServer(judge).app, f"peer id {judge.peer_id}"
-        await serve_app(app, host, port, lambda url: announce(url, peer), per_address=PER_ADDRESS)
+        async with serving(JudgeServer(judge).app, host, port, per_address=PER_ADDRESS) as url:
+            announce(url, f"peer id {judge.peer_id}")
+            await until_cancelled()
 
 
 async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import uvicorn
-
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError
-from shoal.net.listening import listening_socket, url_of
-from shoal.net.server import guarded, uvicorn_config
+from shoal.net.listening import listening_socket
+from shoal.net.server import guarded, serving, until_cancelled
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.runs import METRICS
 from shoal.run.plan import model_directory
@@ -34,7 +32,7 @@ async def serve_tinker(
     on_event: Callable[[str, str], None],
     overrides: Sequence[str] = (),
 ) -> None:
-    """Serves until SIGTERM or SIGINT. `announce` gets URL, key, model names, and where roles join.
+    """Serves until it is cancelled. `announce` gets URL, key, model names, and where roles join.
 
     Each of `models` is a directory, a hub name or an embedded model, or NAME= and that. Clients use NAME, the option
     itself without it, and for an embedded model its directory. `overrides` are settings of `[cluster]`; `on_event` gets
@@ -65,9 +63,9 @@ async def serve_tinker(
             else:
                 service = await stack.enter_async_context(TinkerService(settings, on_step))
             app = guarded(TinkerApp(service, keys).app, media_type="", host=host)
-            server = uvicorn.Server(uvicorn_config(app, idle_s=120))
-            announce(url_of(listening), keys[0], tuple(bases), roles_url)
-            await server.serve(sockets=[listening])
+            url = await stack.enter_async_context(serving(app, listening=listening, idle_s=120))
+            announce(url, keys[0], tuple(bases), roles_url)
+            await until_cancelled()
 
 
 def _shown(folder: Path) -> Callable[[str, int, Mapping[str, float]], None]:

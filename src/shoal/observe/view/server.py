@@ -24,7 +24,6 @@ from typing import TypeVar
 
 import jinja2
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
@@ -35,8 +34,8 @@ from starlette.staticfiles import StaticFiles
 
 from shoal.errors import RunDirError, ShoalError
 from shoal.experience.export import Extras
-from shoal.net.listening import is_loopback, listening_socket, url_of
-from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, look, uvicorn_config
+from shoal.net.listening import is_loopback, listening_socket
+from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, look, serving, until_cancelled
 from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
 from shoal.observe.export_extras import extras_of
 from shoal.observe.runs import WatchedRun, differences, watched
@@ -332,7 +331,7 @@ def _asked(http: Request, kind: type[T]) -> T:
 async def serve_view(
     run_dirs: Sequence[Path], *, host: str, port: int, announce: Callable[[str], None], waits: bool = False
 ) -> None:
-    """Serves the page until told to stop (SIGTERM, SIGINT); `announce` gets its address.
+    """Serves the page until it is cancelled; `announce` gets its address.
 
     With `waits` the runs need not be there yet: until then the page says so. Raises a `ShoalError`.
     """
@@ -342,17 +341,15 @@ async def serve_view(
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="shoal-view-")))
         listening = stack.enter_context(listening_socket(host, port))
         os.nice(10)  # the runs that are watched come first
-        url = url_of(listening)
-        if not is_loopback(host) and host in ("0.0.0.0", "::", ""):
-            url = f"http://{socket.gethostname()}:{listening.getsockname()[1]}"
         view = ViewServer(runs, folder, token=token, host=host)
         stack.callback(view.close)
-        announce(f"{url}/?token={token}" if token else url)
-        async with asyncio.TaskGroup() as tasks:
-            beginning = tasks.create_task(_shown_once_begun(view, run_dirs)) if waits else None
-            await uvicorn.Server(uvicorn_config(view.app, grace_s=1)).serve(sockets=[listening])
-            if beginning is not None:
-                beginning.cancel()
+        async with serving(view.app, listening=listening, grace_s=1) as at:
+            everywhere = host in ("0.0.0.0", "::", "")
+            url = f"http://{socket.gethostname()}:{listening.getsockname()[1]}" if everywhere else at
+            announce(f"{url}/?token={token}" if token else url)
+            if waits:
+                await _shown_once_begun(view, run_dirs)
+            await until_cancelled()
 
 
 async def _shown_once_begun(view: ViewServer, run_dirs: Sequence[Path]) -> None:
