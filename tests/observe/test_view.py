@@ -11,10 +11,6 @@ import pytest
 from shoal.errors import RunDirError
 from shoal.model.made_models import cache_directory
 from shoal.model.quantised import name_of
-<<<<<<< HEAD
-=======
-from shoal.net.server import serving
->>>>>>> 44334ce (net: serve every application by one context manager, serving(app))
 from shoal.observe.charts import MOST_POINTS, OVERVIEW, drawn, thinned
 from shoal.observe.export_extras import extras_of
 from shoal.observe.runs import differences, watched
@@ -23,82 +19,6 @@ from shoal.observe.view.waits import bottleneck
 from view_pages import DRAWN, lines_of, made, seen, viewing
 from view_run import MadeRun
 
-<<<<<<< HEAD
-=======
-DRAWN = "document.querySelectorAll('.plot .main-svg').length > 3"
-
-TITLES = {
-    *("Reward", "Held-out reward", "Staleness, versions", "Busy"),
-    *(
-        "Tokens per second",
-        "Mismatch of engine and trainer, nats",
-        "Answer length, tokens",
-        "Answers cut at max_tokens",
-    ),
-}
-
-
-@asynccontextmanager
-async def viewing(*run_dirs: Path, token: str = "") -> AsyncIterator[str]:
-    """Where the page of some runs is served."""
-    with TemporaryDirectory() as folder:
-        view = ViewServer(watched(run_dirs), Path(folder), token=token)
-        try:
-            async with serving(view.app, grace_s=1) as url:
-                yield url
-        finally:
-            view.close()
-
-
-@asynccontextmanager
-async def seen(*run_dirs: Path, width: int = 1440) -> AsyncIterator[tuple[Page, str]]:
-    """A browser beside the page of some runs; nothing was blocked or went wrong in it, but for addresses not found."""
-    browser_path()
-    async with viewing(*run_dirs) as url, chromium(width=width, height=900, scale=1) as page:
-        yield page, url
-        assert [one for one in page.complaints if "responded with a status of 4" not in one] == []
-
-
-async def made(run_dir: Path, steps: int, **settings: object) -> Path:
-    run = MadeRun(run_dir, **settings)
-    for _ in range(steps):
-        await run.step()
-    await run.close()
-    return run_dir
-
-
-def lines_of(title: str) -> str:
-    """JavaScript for the names of a chart's lines."""
-    return f"""[...document.querySelectorAll('.chart')].find(one => one.dataset.title == '{title}')
-        .querySelector('.plot').data.map(line => line.name)"""
-
-
-def test_the_overview_draws_two_runs_over_one_another_and_says_what_differs(tmp_path: Path) -> None:
-    async def check() -> None:
-        first = await made(tmp_path / "first", 12, train={"lr": 1e-3})
-        second = await made(tmp_path / "second", 6, train={"lr": 1e-4})
-        async with seen(first, second) as (page, url):
-            await page.goto(url)
-            await page.until(DRAWN)
-            assert await page.value(lines_of("Reward")) == ["first", "second"]
-            newest = "document.querySelector('.plot').data[0].y.at(-1)"
-            assert await page.value(newest) == pytest.approx(12 / 20)
-            select = "document.getElementById('smooth')"
-            await page.value(f"{select}.value = 5, {select}.dispatchEvent(new Event('change'))")
-            assert await page.value(newest) == pytest.approx(10 / 20)
-            layout = "document.querySelector('.plot').layout"
-            assert await page.value(f"[{layout}.dragmode, {layout}.hovermode]") == ["zoom", "x unified"]
-            assert "train.lr" in await page.value("document.querySelector('table').innerText")
-            assert "run_dir" not in await page.value("document.querySelector('table').innerText")
-            loaded = await page.value("performance.getEntriesByType('resource').map(one => one.name)")
-            assert loaded
-            titles = set(await page.value("[...document.querySelectorAll('.chart')].map(one => one.dataset.title)"))
-            assert titles >= TITLES
-            assert all(one.startswith(url) or one.startswith("data:") for one in loaded)
-
-    asyncio.run(check())
-
->>>>>>> 44334ce (net: serve every application by one context manager, serving(app))
 
 def test_the_overview_smooths_over_faint_steps_and_says_model_and_state_in_words(tmp_path: Path) -> None:
     async def check() -> None:

@@ -1,16 +1,12 @@
 """Made runs and the page of `shoal view`, served and shown in a browser."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import uvicorn
-
 from browser import Page, browser_path, chromium
-from shoal.net.listening import listening_socket, url_of
-from shoal.net.server import uvicorn_config
+from shoal.net.server import serving
 from shoal.observe.runs import watched
 from shoal.observe.view.server import ViewServer
 from view_run import MadeRun
@@ -21,15 +17,12 @@ DRAWN = "document.querySelectorAll('.plot .main-svg').length > 3"
 @asynccontextmanager
 async def viewing(*run_dirs: Path, token: str = "") -> AsyncIterator[str]:
     """Where the page of some runs is served."""
-    with listening_socket("127.0.0.1", 0) as listening, TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         view = ViewServer(watched(run_dirs), Path(folder), token=token)
-        server = uvicorn.Server(uvicorn_config(view.app, grace_s=1))
-        serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
-            yield url_of(listening)
+            async with serving(view.app, grace_s=1) as url:
+                yield url
         finally:
-            server.should_exit = True
-            await serving
             view.close()
 
 
