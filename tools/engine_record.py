@@ -74,8 +74,12 @@ async def recorded_engine(model: Path, weights: Path) -> AsyncIterator[Record]:
         target = await asyncio.wait_for(_announced(process), STARTS_S)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None)) as client:
             record = Record("", token)
+
+            async def passed(request: web.Request) -> web.Response:
+                return await _passed(request, target, client, record)
+
             app = web.Application(client_max_size=1 << 28)
-            app.router.add_route("*", "/{path:.*}", lambda request: _passed(request, target, client, record))
+            app.router.add_route("*", "/{path:.*}", passed)
             runner = web.AppRunner(app, access_log=None)
             await runner.setup()
             site = web.TCPSite(runner, "127.0.0.1", 0)
