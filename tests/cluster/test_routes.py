@@ -12,10 +12,11 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from shoal import wire
-from shoal.cluster.engine_role import EngineFront
+from shoal.cluster.engine_role import PullingFront
 from shoal.cluster.files import FileShelf, Stretch
 from shoal.cluster.registry import Roles, RunInfo
 from shoal.engine.http_client import HttpEngine
+from shoal.engine.router import engine_app
 from shoal.net.client import Client, authorization
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
@@ -47,7 +48,7 @@ def run_of(folder: Path, shelf: FileShelf) -> Starlette:
 def engine_of(folder: Path) -> Starlette:
     """All routes of an engine's host."""
     puller = VersionPuller(Client(NOWHERE), folder, IDENTITY.public_key)
-    return EngineFront(HttpEngine(NOWHERE), puller, TOKEN).app
+    return engine_app(PullingFront(HttpEngine(NOWHERE), puller), token=TOKEN)
 
 
 def requests(app: Starlette) -> Iterator[tuple[str, str]]:

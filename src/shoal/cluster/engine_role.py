@@ -8,6 +8,7 @@ it from there. The engine itself listens on loopback only, and no route takes a 
 """
 
 import asyncio
+import itertools
 import secrets
 import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -16,11 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from shoal.cluster.joining import OtherRun, Work, hold_lease, no_work, run_info
 from shoal.cluster.registry import EngineRole, RunInfo
@@ -30,12 +26,14 @@ from shoal.engine.detect_server import connect
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.launch import engine_child
 from shoal.engine.replica import PoolEngine
+from shoal.engine.router import engine_app
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable, RequestRefused
+from shoal.interfaces import EngineInfo
 from shoal.net.client import Client
 from shoal.net.command import Command
 from shoal.net.listening import free_port, own_address, tls_files
 from shoal.net.process import Child, cores
-from shoal.net.server import HANDLERS, body, decoded, disconnected, guarded, json, serving
+from shoal.net.server import serving
 from shoal.weights.pull import VersionPuller
 from shoal.weights.store import FILE
 
@@ -94,7 +92,7 @@ class EngineHost:
     ) -> None:
         """Serves the engine and holds its lease. Raises `ChildDied` when the engine ends."""
         token, host = secrets.token_urlsafe(24), self.host or own_address(self.url)
-        app = EngineFront(engine, puller, token).app
+        app = engine_app(PullingFront(engine, puller), token=token)
         async with serving(app, host, self.port, tls=tls_files(), idle_s=600, grace_s=1) as url:
             role = EngineRole(url, token)
             holding = hold_lease(self.url, self.token, role, info.key, announce, _work(puller, info.process))
@@ -182,88 +180,68 @@ async def _how(child: Child) -> str:
     return str(await child.died())
 
 
-class EngineFront:
-    """Shoal's engine protocol before an engine of this host, which loads Versions that are pulled first."""
+@dataclass(frozen=True, slots=True)
+class PullingFront:
+    """An engine of this host, which loads Versions that are pulled first. Implements `router.ServedEngine`."""
 
-    def __init__(self, engine: PoolEngine, puller: VersionPuller, token: str) -> None:
-        self._engine, self._puller = engine, puller
-        routes = [
-            Route("/inference/v1/generate", self._generate, methods=["POST"]),
-            Route("/score", self._score, methods=["POST"]),
-            Route("/abort_requests", self._abort, methods=["POST"]),
-            Route("/update_weights", self._update, methods=["POST"]),
-            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
-            Route("/health", self._health),
-            Route("/info", self._info),
-        ]
-        guard = Middleware(guarded, token=token)
-        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict(HANDLERS))
+    engine: PoolEngine
+    puller: VersionPuller
 
     @property
     def _own(self) -> HttpEngine:
         """The engine, if it is Shoal's own: adapters and logprobs of other tokens are asked of no other."""
-        if not isinstance(self._engine, HttpEngine):
+        if not isinstance(self.engine, HttpEngine):
             raise RequestRefused("model, others: expected none, the engine of this host is not Shoal's own")
-        return self._engine
+        return self.engine
 
-    async def _generate(self, http: Request) -> Response:
-        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.GenerateRequest)
+    async def generate(self, asked: protocol.GenerateRequest) -> protocol.GenerateResponse:
+        """Implements `ServedEngine`."""
         params = asked.sampling_params
         sampling = protocol.sampling_of(params)
         if asked.model is None:
-            asking = self._engine.generate(asked.token_ids, sampling, n=params.n, priority=asked.priority)
+            answers = await self.engine.generate(asked.token_ids, sampling, n=params.n, priority=asked.priority)
         else:
-            asking = self._own.generate(asked.token_ids, sampling, n=params.n, adapter=asked.model)
-        answering = asyncio.create_task(asking)
-        gone = asyncio.create_task(disconnected(http))
-        try:
-            await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not answering.done():
-                return Response(status_code=protocol.CLIENT_GONE)
-            completions = answering.result()
-        finally:
-            gone.cancel()
-            answering.cancel()
-        choices = [protocol.choice_of(index, one) for index, one in enumerate(completions)]
-        return json(protocol.GenerateResponse(choices, asked.request_id))
+            answers = await self._own.generate(asked.token_ids, sampling, n=params.n, adapter=asked.model)
+        return protocol.GenerateResponse([*itertools.starmap(protocol.choice_of, enumerate(answers))], asked.request_id)
 
-    async def _score(self, http: Request) -> Response:
-        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.LogprobsRequest)
+    async def score(self, asked: protocol.LogprobsRequest) -> protocol.ScoreResponse:
+        """Implements `ServedEngine`."""
         if asked.others or asked.model is not None:
-            return json(await self._own.scored(asked.token_ids, asked.others, adapter=asked.model))
-        return json(protocol.ScoreResponse(await self._engine.score(asked.token_ids)))
+            return await self._own.scored(asked.token_ids, asked.others, adapter=asked.model)
+        return protocol.ScoreResponse(await self.engine.score(asked.token_ids))
 
-    async def _abort(self, _: Request) -> Response:
-        await self._engine.abort()
-        return json({})
+    async def abort(self) -> int:
+        """Implements `ServedEngine`."""
+        await self.engine.abort()
+        return 0
 
-    async def _update(self, http: Request) -> Response:
-        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.UpdateWeightsRequest)
+    async def update_weights(self, asked: protocol.UpdateWeightsRequest) -> protocol.WeightInfo:
+        """Implements `ServedEngine`."""
         if asked.path:
             raise RequestRefused("path: expected none, this engine pulls its versions")
-        directory = await self._puller.pull(asked.version)
+        directory = await self.puller.pull(asked.version)
         whole = asked.version == 0 or not await asyncio.to_thread((directory / FILE).exists)
-        await self._engine.update_weights(asked.version, directory if whole else directory / FILE)
-        self._puller.remove_before(asked.version)
-        return json(protocol.WeightInfo(asked.version, ""))
+        await self.engine.update_weights(asked.version, directory if whole else directory / FILE)
+        self.puller.remove_before(asked.version)
+        return protocol.WeightInfo(asked.version, "")
 
-    async def _load_adapter(self, http: Request) -> Response:
-        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.LoadAdapterRequest)
+    async def load_adapter(self, asked: protocol.LoadAdapterRequest) -> protocol.LoadedAdapters:
+        """Implements `ServedEngine`."""
         if asked.lora_path:
             raise RequestRefused("lora_path: expected none, this engine pulls its versions")
-        directory = await self._puller.pull(asked.version)
+        directory = await self.puller.pull(asked.version)
         loaded = await self._own.load_adapter(asked.lora_name, asked.version, directory)
-        self._puller.remove_before(asked.version)
-        return json(protocol.LoadedAdapters(loaded))
+        self.puller.remove_before(asked.version)
+        return protocol.LoadedAdapters(loaded)
 
-    async def _unload_adapter(self, http: Request) -> Response:
-        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.UnloadAdapterRequest)
-        return json(protocol.LoadedAdapters(await self._own.unload_adapter(asked.lora_name)))
+    async def unload_adapter(self, asked: protocol.UnloadAdapterRequest) -> protocol.LoadedAdapters:
+        """Implements `ServedEngine`."""
+        return protocol.LoadedAdapters(await self._own.unload_adapter(asked.lora_name))
 
-    async def _health(self, _: Request) -> Response:
-        await self._engine.alive()
-        return json({"status": "ok"})
+    async def health(self) -> None:
+        """Implements `ServedEngine`."""
+        await self.engine.alive()
 
-    async def _info(self, _: Request) -> Response:
-        return json(await self._engine.info())
+    async def info(self) -> EngineInfo:
+        """Implements `ServedEngine`."""
+        return await self.engine.info()

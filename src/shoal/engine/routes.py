@@ -1,4 +1,4 @@
-"""HTTP routes of the local engine, in the shape of vLLM's.
+"""The local engine behind HTTP: the common routes of `router`, and those that only this engine has.
 
 HTTP runs on the event loop and the model in a thread. Requests pass to the thread, and finished requests
 come back a step's worth at a time. A client that disconnects aborts its request. All routes but /health and /metrics
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -27,12 +26,13 @@ from shoal.engine import protocol
 from shoal.engine.logit_rules import Grammars, RuledLogits, check_rules
 from shoal.engine.options import PauseMode
 from shoal.engine.request import Draft, Request, scoring
+from shoal.engine.router import engine_app
 from shoal.engine.step_engine import COUNTERS, GAUGES, StepEngine
 from shoal.engine.token_stream import TokenStream, pass_on
 from shoal.engine.weight_loading import check_below, weight_file
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
-from shoal.interfaces import LogitRules
-from shoal.net.server import HANDLERS, body, decoded, disconnected, exposition, guarded, json, refusal
+from shoal.interfaces import EngineInfo, LogitRules
+from shoal.net.server import HANDLERS, body, decoded, exposition, json, refusal
 from shoal.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ HUNG_S = 600.0  # a step of a large model on few cores takes a minute, and the f
 
 
 class EngineServer:
-    """Routes of one engine. `app` is the ASGI application.
+    """One engine behind HTTP. Implements `router.ServedEngine`; `app` is the ASGI application.
 
     `crashed` is called when the engine cannot continue.
     """
@@ -150,25 +150,17 @@ class EngineServer:
         self._failure = ""
         self._weights = tuple(folder.resolve() for folder in weights)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="weights")
-        routes = [
-            Route("/inference/v1/generate", self._generate, methods=["POST"]),
+        more = [
             Route("/stream", self._stream, methods=["POST"]),
-            Route("/score", self._score, methods=["POST"]),
             Route("/pause", self._pause, methods=["POST"]),
             Route("/resume", self._resume, methods=["POST"]),
             Route("/is_paused", self._is_paused),
-            Route("/abort_requests", self._abort_requests, methods=["POST"]),
-            Route("/update_weights", self._update_weights, methods=["POST"]),
-            Route("/v1/load_lora_adapter", self._load_adapter, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", self._unload_adapter, methods=["POST"]),
             Route("/weight_info", self._weight_info),
-            Route("/health", self._health),
             Route("/metrics", self._metrics),
-            Route("/info", self._info),
         ]
         handlers = HANDLERS | {ShoalError: self._counted_refusal, Exception: HANDLERS[ShoalError]}
-        guard = Middleware(guarded, token=token, free=("/health", "/metrics"))
-        self.app = Starlette(routes=routes, middleware=[guard], lifespan=self._lifespan, exception_handlers=handlers)
+        free = ("/health", "/metrics")
+        self.app = engine_app(self, token=token, more=more, free=free, lifespan=self._lifespan, handlers=handlers)
 
     def stop(self) -> None:
         """Ends all requests with their sampled tokens, so that they can continue elsewhere, and refuses new ones."""
@@ -205,20 +197,18 @@ class EngineServer:
         """Runs `function` between two steps of the engine."""
         return await result(self._thread.call(function))
 
-    async def _generate(self, http: HttpRequest) -> Response:
-        asked = await self._body(http, protocol.GenerateRequest)
+    async def generate(self, asked: protocol.GenerateRequest) -> protocol.GenerateResponse:
+        """Implements `ServedEngine`."""
         request = _request(asked, self._adapter(asked.model))
         self._engine.check(request)
         if (matcher := await self._matcher(request)) is not None:
             request.rules = RuledLogits(LogitRules(), matcher, is_trained=True)
-        await self._answered(http, request)
-        if not request.finished:
-            return Response(status_code=protocol.CLIENT_GONE)
-        return json(protocol.GenerateResponse([_choice(draft) for draft in request.drafts], request.name))
+        await self._answered(request)
+        return protocol.GenerateResponse([_choice(draft) for draft in request.drafts], request.name)
 
     async def _stream(self, http: HttpRequest) -> Response:
         """Answers with a line of JSON for each piece of the answer; an error before the first has its own status."""
-        asked = await self._body(http, protocol.StreamRequest)
+        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.StreamRequest)
         check_rules(asked.rules, self._engine.vocabulary)
         request = _request(protocol.GenerateRequest(asked.token_ids, asked.sampling_params))
         self._engine.check(request)
@@ -252,36 +242,32 @@ class EngineServer:
             if not stream.request.finished:
                 self._thread.call(lambda: self._engine.abort([stream.request]))
 
-    async def _answered(self, http: HttpRequest, request: Request) -> None:
-        """Returns when a request has ended, or its client has disconnected."""
+    async def _answered(self, request: Request) -> None:
+        """Returns when a request has ended; a cancellation aborts it."""
         ended = self._waiters[request] = asyncio.get_running_loop().create_future()
-        gone = asyncio.ensure_future(disconnected(http))
         try:
             await self._call(lambda: self._engine.submit(request))
-            await asyncio.wait((ended, gone), return_when=asyncio.FIRST_COMPLETED)
+            await ended
         finally:
-            gone.cancel()
-            if not ended.done():
+            if not ended.done() or ended.cancelled():
                 self._waiters.pop(request, None)
                 self._thread.call(lambda: self._engine.abort([request]))
 
-    async def _score(self, http: HttpRequest) -> Response:
-        asked = await self._body(http, protocol.LogprobsRequest)
+    async def score(self, asked: protocol.LogprobsRequest) -> protocol.ScoreResponse:
+        """Implements `ServedEngine`."""
         token_ids, listed = asked.token_ids, asked.others if isinstance(asked.others, list) else []
         if listed and len(listed) != len(token_ids) - 1:
             raise RequestRefused(f"others: expected {len(token_ids) - 1} lists of token ids, got {len(listed)}")
         for ids in (token_ids, *filter(None, listed)):
             self._engine.check_tokens(ids, self._engine.limits.max_model_len)
         if len(token_ids) == 1:
-            return json(protocol.ScoreResponse([]))
+            return protocol.ScoreResponse([])
         request = scoring(token_ids, asked.others, self._adapter(asked.model))
-        await self._answered(http, request)
-        draft = request.drafts[0] if request.drafts else None
-        if draft is None or not request.finished:
-            return Response(status_code=protocol.CLIENT_GONE)
+        await self._answered(request)
+        draft = request.drafts[0]
         if draft.finish_reason is FinishReason.ABORT:
             raise EngineUnavailable("scoring was aborted")
-        return json(protocol.ScoreResponse(draft.scores, draft.ranked))
+        return protocol.ScoreResponse(draft.scores, draft.ranked)
 
     async def _pause(self, http: HttpRequest) -> Response:
         name = http.query_params.get("mode", PauseMode.ABORT)
@@ -297,11 +283,12 @@ class EngineServer:
     async def _is_paused(self, _: HttpRequest) -> Response:
         return json(protocol.PausedState(self._engine.paused))
 
-    async def _abort_requests(self, _: HttpRequest) -> Response:
-        return json({"aborted": await self._call(self._engine.abort)})
+    async def abort(self) -> int:
+        """Implements `ServedEngine`."""
+        return await self._call(self._engine.abort)
 
-    async def _update_weights(self, http: HttpRequest) -> Response:
-        asked = await self._body(http, protocol.UpdateWeightsRequest)
+    async def update_weights(self, asked: protocol.UpdateWeightsRequest) -> protocol.WeightInfo:
+        """Implements `ServedEngine`."""
         try:
             self._engine.check_update(asked.version)
             check_below(weight_file(Path(asked.path)), self._weights)
@@ -315,10 +302,10 @@ class EngineServer:
         self._failure = ""
         served: Future[int] = await self._call(lambda: self._engine.update(weights))
         await result(served)
-        return await self._weight_info(http)
+        return await self._served()
 
-    async def _load_adapter(self, http: HttpRequest) -> Response:
-        asked = await self._body(http, protocol.LoadAdapterRequest)
+    async def load_adapter(self, asked: protocol.LoadAdapterRequest) -> protocol.LoadedAdapters:
+        """Implements `ServedEngine`."""
         path = Path(asked.lora_path)
         check_below(weight_file(path), self._weights)
         read = partial(self._engine.slots.adapter, asked.lora_name, asked.version, path, asked.checksum)
@@ -326,24 +313,25 @@ class EngineServer:
         await self._call(lambda: self._engine.load_adapter(adapter))
         return await self._adapters()
 
-    async def _unload_adapter(self, http: HttpRequest) -> Response:
-        asked = await self._body(http, protocol.UnloadAdapterRequest)
+    async def unload_adapter(self, asked: protocol.UnloadAdapterRequest) -> protocol.LoadedAdapters:
+        """Implements `ServedEngine`."""
         await self._call(lambda: self._engine.unload_adapter(asked.lora_name))
         return await self._adapters()
 
-    async def _adapters(self) -> Response:
+    async def _adapters(self) -> protocol.LoadedAdapters:
         served = await self._call(lambda: {name: one.version for name, one in self._engine.adapters.items()})
-        return json(protocol.LoadedAdapters(served))
+        return protocol.LoadedAdapters(served)
+
+    async def _served(self) -> protocol.WeightInfo:
+        return await self._call(lambda: protocol.WeightInfo(self._engine.version, self._engine.checksum, self._failure))
 
     async def _weight_info(self, _: HttpRequest) -> Response:
-        return json(
-            await self._call(lambda: protocol.WeightInfo(self._engine.version, self._engine.checksum, self._failure))
-        )
+        return json(await self._served())
 
-    async def _health(self, _: HttpRequest) -> Response:
+    async def health(self) -> None:
+        """Implements `ServedEngine`."""
         if (turn_s := self._thread.turn_s) > self._hung_s:
             raise EngineUnavailable(f"the engine hangs: it has been at one step for {turn_s:.0f} s")
-        return json({"status": "ok"})
 
     async def _metrics(self, _: HttpRequest) -> Response:
         def values(names: Sequence[str]) -> dict[str, float]:
@@ -353,15 +341,13 @@ class EngineServer:
         own = {"refused": self._refused, "failed_updates": self._failed_updates}
         return exposition("shoal_engine", counters | own, gauges)
 
-    async def _info(self, _: HttpRequest) -> Response:
-        return json(await self._call(self._engine.info))
+    async def info(self) -> EngineInfo:
+        """Implements `ServedEngine`."""
+        return await self._call(self._engine.info)
 
     def _adapter(self, model: str | None) -> str:
         """Adapter that a request names; empty for the model itself."""
         return "" if model in (None, str(self._model_dir)) else str(model)
-
-    async def _body(self, http: HttpRequest, kind: type[T]) -> T:
-        return decoded(await body(http, protocol.MAX_BODY_BYTES), kind)
 
     async def _counted_refusal(self, _: HttpRequest, error: Exception) -> Response:
         self._refused += 1

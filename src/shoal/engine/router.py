@@ -1,0 +1,108 @@
+"""HTTP routes of any engine, in the shape of vLLM's. `routes` has those that only Shoal's own engine serves.
+
+A request whose client disconnects is cancelled.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from typing import Protocol, TypeVar
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ExceptionHandler, StatelessLifespan
+
+from shoal.engine import protocol
+from shoal.interfaces import EngineInfo
+from shoal.net.server import HANDLERS, body, decoded, disconnected, guarded, json
+
+T = TypeVar("T")
+
+
+class ServedEngine(Protocol):
+    """Engine behind the routes. Methods raise `RequestRefused` and `EngineUnavailable`."""
+
+    async def generate(self, asked: protocol.GenerateRequest) -> protocol.GenerateResponse:
+        """Samples completions; a cancellation aborts the request."""
+
+    async def score(self, asked: protocol.LogprobsRequest) -> protocol.ScoreResponse:
+        """Logprobs of given tokens; a cancellation aborts the request."""
+
+    async def abort(self) -> int:
+        """Ends all requests with their sampled tokens; returns how many, 0 where the engine does not count them."""
+
+    async def update_weights(self, asked: protocol.UpdateWeightsRequest) -> protocol.WeightInfo:
+        """Loads a Version; returns once it is served."""
+
+    async def load_adapter(self, asked: protocol.LoadAdapterRequest) -> protocol.LoadedAdapters:
+        """Loads an adapter under a name."""
+
+    async def unload_adapter(self, asked: protocol.UnloadAdapterRequest) -> protocol.LoadedAdapters:
+        """Forgets an adapter."""
+
+    async def health(self) -> None:
+        """Returns while the engine works. Raises `EngineUnavailable` otherwise."""
+
+    async def info(self) -> EngineInfo:
+        """State of the engine."""
+
+
+def engine_app(
+    engine: ServedEngine,
+    *,
+    token: str,
+    more: Sequence[BaseRoute] = (),
+    free: Collection[str] = (),
+    lifespan: StatelessLifespan[Starlette] | None = None,
+    handlers: dict[type[Exception], ExceptionHandler] = HANDLERS,
+) -> Starlette:
+    """Application of an engine: the common routes and `more`, all behind the token but the `free` ones."""
+
+    def post(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, object, object]]) -> Route:
+        async def handle(http: Request) -> Response:
+            asked = decoded(await body(http, protocol.MAX_BODY_BYTES), kind)
+            return json(await answer(asked))
+
+        return Route(path, handle, methods=["POST"])
+
+    def cancellable(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, object, object]]) -> Route:
+        async def handle(http: Request) -> Response:
+            asked = decoded(await body(http, protocol.MAX_BODY_BYTES), kind)
+            answering = asyncio.create_task(answer(asked), name=path)
+            gone = asyncio.create_task(disconnected(http), name="disconnection")
+            try:
+                await asyncio.wait({answering, gone}, return_when=asyncio.FIRST_COMPLETED)
+                return json(answering.result()) if answering.done() else Response(status_code=protocol.CLIENT_GONE)
+            finally:
+                gone.cancel()
+                answering.cancel()
+
+        return Route(path, handle, methods=["POST"])
+
+    def get(path: str, answer: Callable[[], Awaitable[object]], *, method: str = "GET") -> Route:
+        async def handle(_: Request) -> Response:
+            return json(await answer())
+
+        return Route(path, handle, methods=[method])
+
+    async def abort() -> dict[str, int]:
+        return {"aborted": await engine.abort()}
+
+    async def health() -> dict[str, str]:
+        await engine.health()
+        return {"status": "ok"}
+
+    routes = [
+        cancellable("/inference/v1/generate", protocol.GenerateRequest, engine.generate),
+        cancellable("/score", protocol.LogprobsRequest, engine.score),
+        post("/update_weights", protocol.UpdateWeightsRequest, engine.update_weights),
+        post("/v1/load_lora_adapter", protocol.LoadAdapterRequest, engine.load_adapter),
+        post("/v1/unload_lora_adapter", protocol.UnloadAdapterRequest, engine.unload_adapter),
+        get("/abort_requests", abort, method="POST"),
+        get("/health", health),
+        get("/info", engine.info),
+    ]
+    guard = Middleware(guarded, token=token, free=free)
+    return Starlette(routes=[*routes, *more], middleware=[guard], lifespan=lifespan, exception_handlers=handlers)
