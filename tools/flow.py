@@ -29,8 +29,8 @@ rollout.orchestrator:Orchestrator._start_one
         engine.pool:EnginePool.generate
           engine.replica:PoolRequest.generation
             engine.http_client:HttpEngine.generate
-              engine.routes:EngineServer._generate @ /inference/v1/generate
-                          engine.routes:EngineServer._answered
+              engine.routes:EngineServer.generate @ GenerateRequest
+                engine.routes:EngineServer._answered
                   engine.step_engine:StepEngine.submit
                     engine.scheduler:Scheduler.add
                 engine.routes:_choice
@@ -172,7 +172,7 @@ run.loop:TrainLoop.load_versions
       engine.pool_loading:Loader.loaded
         engine.pool_loading:_load
           engine.http_client:HttpEngine.update_weights
-            engine.routes:EngineServer._update_weights @ /update_weights
+            engine.routes:EngineServer.update_weights @ UpdateWeightsRequest
               engine.weight_loading:WeightSlots.staged
               engine.step_engine:StepEngine.update
   experience.buffer:Buffer.on_loaded

@@ -24,7 +24,7 @@ def test_each_hop_of_a_flow_is_a_call_or_names_what_its_caller_names(title: str)
         ("run.loop:TrainLoop.gone", "run.loop has no TrainLoop.gone"),
         ("run.loop:TrainLoop.run\n  run.loop:TrainLoop._rows", "run.loop:TrainLoop.run does not call _rows"),
         (
-            "engine.http_client:HttpEngine.generate\n  engine.routes:EngineServer._score @ /nowhere",
+            "engine.http_client:HttpEngine.generate\n  engine.routes:EngineServer.score @ /nowhere",
             "HttpEngine.generate and engine.routes do not both name /nowhere",
         ),
     ],
