@@ -33,6 +33,8 @@ UNSHARED = ["unshare", "--net", "--mount", "--pid", "--uts", "--ipc", "--fork", 
 READY = b"ready\n"
 SETUP = """
 set -e
+IFS='
+'
 echo ready
 read -r _
 ip link set lo up
@@ -54,7 +56,9 @@ hostname "$HOST_NAME"
 cd "$TMPDIR"
 exec setpriv --reuid="$HOST_USER" --regid="$HOST_USER" --clear-groups --no-new-privs "$@"
 """
-"""Hides the temporary folder and homes that other users may not enter, then shows what Python needs of them."""
+"""Hides the temporary folder and homes that other users may not enter, then shows what Python needs of them.
+
+Newlines separate folders, since a clone's path may have spaces."""
 
 
 class Hosts(Protocol):
@@ -122,7 +126,7 @@ class Namespaces:
         """Starts one more host; returns its address."""
         number = len(self._inits) + 2
         address, trees = f"{NETWORK}.{number}", _trees()
-        trees["HIDDEN"] += f" {self._hidden}"
+        trees["HIDDEN"] += f"\n{self._hidden}"
         process = subprocess.Popen(
             [*UNSHARED, "sh", "-c", SETUP, "host", *self._command(address)],
             env={**self._environment(number), "ADDRESS": address, "HOST_NAME": f"{HOST_NAME}{number}", **trees},
@@ -203,7 +207,7 @@ def _trees() -> dict[str, str]:
     for tree in trees:
         closed = [folder for folder in (tree, *tree.parents) if not folder.stat().st_mode & 0o001]
         hidden |= {closed[-1]} if closed else set()
-    return {"TREES": " ".join(map(str, trees)), "HIDDEN": " ".join(map(str, hidden))}
+    return {"TREES": "\n".join(map(str, trees)), "HIDDEN": "\n".join(map(str, hidden))}
 
 
 def _ip(words: str) -> None:
