@@ -289,7 +289,6 @@ CASES = [
         "--identity=FOLDER/id.pem",
         names="nonsense",
     ),
-    of_arguments("judge", "audit", "nonsense", names="nonsense"),
     of_arguments("rewards", "serve", "--host=192.0.2.1", names="host"),
     of_arguments("rewards", "serve", "--host=no such host", names="host"),
     of_arguments("rewards", "serve", "--port=99999"),

@@ -100,7 +100,7 @@ def enumerated() -> Iterator[tuple[str, Sequence[str], tuple[str, ...]]]:
     parts = '--tasks.0.scorer={name = "weighted", parts = [{scorer = "WRONG"}]}'
     yield "scorer: parts", checker.NAMES, (*train, parts)
     yield "reward", [name for name in HOOKS if ":" not in name], (*train, "--tasks.0.reward=WRONG")
-    yield "swarm.take", [*TAKERS, "trusted"], (*train, "--swarm.take=WRONG")
+    yield "swarm.take", list(TAKERS), (*train, "--swarm.take=WRONG")
     yield "swarm.share", list(SHARERS), (*train, "--swarm.share=WRONG")
     yield "metrics.trackers", list(KINDS), (*train, '--metrics.trackers=["WRONG:x"]')
     yield "model", [*EMBEDDED, "smollm2"], (*train, "--model.path=WRONG")

@@ -22,6 +22,7 @@ from shoal.swarm.strategy import (
     differ,
     sharer_of,
     taker_of,
+    uniform,
 )
 
 MIXED, EQUAL = (0.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, 1.0)
@@ -73,7 +74,7 @@ groups = st.lists(
 )
 
 
-@given(st.sampled_from([*TAKERS, "trusted"]), groups, st.integers(0, 6), st.integers(0, 5))
+@given(st.sampled_from(TAKERS), groups, st.integers(0, 6), st.integers(0, 5))
 def test_every_taker_takes_different_informative_groups_and_no_more_than_asked(
     name: str, candidates: list[Candidate], n: int, seed: int
 ) -> None:
@@ -88,21 +89,9 @@ def test_every_taker_takes_different_informative_groups_and_no_more_than_asked(
 
 def test_uniform_is_uniform_over_what_has_an_advantage_and_new_authors_are_like_others() -> None:
     candidates = [candidate(rewards=EQUAL), *(candidate(peer_id=peer, newcomer=peer > "b") for peer in "abcd")]
-    counts = Counter(i for seed in range(2000) for i in TAKERS["uniform"](candidates, 2, random.Random(seed)))
+    counts = Counter(i for seed in range(2000) for i in uniform(candidates, 2, random.Random(seed)))
     assert counts[0] == 0
     assert all(abs(counts[i] - 1000) < 120 for i in range(1, 5))
-
-
-def test_usable_leaves_out_differences_that_are_noise() -> None:
-    candidates = [candidate(rewards=(0.5, 0.51)), candidate(rewards=(0.0, *(1.0,) * 31)), candidate()]
-    assert TAKERS["usable"](candidates, 3, random.Random(0)) == [2]
-
-
-def test_rewarding_takes_the_best_and_diverse_spreads_over_tasks_and_authors() -> None:
-    best = candidate(rewards=(0.9, 1.0))
-    assert TAKERS["rewarding"]([candidate(), best, candidate()], 1, random.Random(0)) == [1]
-    candidates = [*(candidate() for _ in range(8)), candidate(service="lcm"), candidate(peer_id="b")]
-    assert set(TAKERS["diverse"](candidates, 3, random.Random(0))) >= {8, 9}
 
 
 def test_trusted_prefers_trust_freshness_and_what_was_used_less() -> None:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, announce, printable, show, until_stopped
+from shoal.cli.output import JsonFlag, announce, show, until_stopped
 from shoal.errors import ConfigError, RunDirError
 
 TrainedBy = StrEnum("TrainedBy", ["swarm", "solo"])
@@ -85,20 +85,6 @@ def take(
         "unanswered": unanswered,
     }
     show(values | {name: sum(one) / len(one) for name, one in passed.items()}, json_)
-
-
-@app.command()
-def audit(judge_url: UrlArgument, judge: JudgeOption = None, json_: JsonFlag = False) -> None:
-    """Check a judge: draw its questions and grade the answers again, and compare its seeds. Exit code 1 for any
-    fault."""
-    from shoal.run.serve_judge import audit_judge
-
-    checked, wrong = asyncio.run(audit_judge(judge_url.rstrip("/"), judge))
-    if json_:
-        print(json.dumps({"challenges": checked, "wrong": wrong}))
-    else:
-        print(*map(printable, wrong), f"{checked} challenges checked, {len(wrong)} complaints", sep="\n")
-    raise typer.Exit(1 if wrong else 0)
 
 
 @app.command()

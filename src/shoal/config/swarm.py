@@ -27,7 +27,7 @@ class SwarmConfig(Section):
     )
     take: str = Field(
         "trusted",
-        description="Peers' groups taken: uniform (as in SAPO), usable, rewarding, diverse, trusted (newcomers have "
+        description="Peers' groups taken: uniform (as in SAPO), trusted (newcomers have "
         "15 % at most) or module:function.",
     )
     credit: Credit = Field(

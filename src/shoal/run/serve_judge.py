@@ -1,4 +1,4 @@
-"""`shoal judge serve` and `audit` run a judge with its dependencies."""
+"""`shoal judge serve` runs a judge with its dependencies."""
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -9,7 +9,6 @@ from shoal.errors import ConfigError
 from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serving, until_cancelled
 from shoal.reward.service import RewardService
-from shoal.swarm.judge.client import audit
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.server import JudgeServer
 from shoal.swarm.judge.store import JudgeStore
@@ -52,16 +51,9 @@ async def serve_judge(
             await until_cancelled()
 
 
-async def audit_judge(url: str, judge: str | None) -> tuple[int, list[str]]:
-    """Audits a judge; returns the number of challenges checked, and all complaints. Raises a `ShoalError`."""
-    async with RewardService(RewardConfig(timeout_s=SCORE_TIMEOUT_S)) as scorer:
-        with ProceduralClient() as drawer:
-            return await audit(url, drawer, scorer, judge=judge)
-
-
 def specialty_of(task: TaskConfig, drawer: ProceduralClient) -> Spec:
-    """Settings of a task's questions. Raises `TaskError`, or `ConfigError` for a task that an auditor could not draw
-    and score again."""
+    """Settings of a task's questions. Raises `TaskError`, or `ConfigError` for a task that the judge could not
+    draw and score."""
     if task.service != "reasoning_gym" or task.scorer is not None:
         raise ConfigError(f"tasks.{task.name}: a judge asks reasoning-gym datasets with their own scorers only")
     return ReasoningGymService(task, 0, drawer).spec

@@ -9,19 +9,15 @@ one small share together. A user's `module:function` has the signature `Sharer` 
             budget:N      informative groups that fit into N bytes per second on average
             demand        informative groups of tasks that a peer wants
     take    uniform       uniformly among groups whose rewards differ
-            usable        uniformly among groups whose rewards differ by more than noise
-            rewarding     informative groups, highest mean reward first
-            diverse       informative groups, one task after the other, least taken author first
             trusted       informative groups, author by author, by trust, age and use; newcomers at most 15 %
 """
 
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import Any, TypeAlias, TypeVar, cast
 
 from shoal.errors import ConfigError, expected_one_of
@@ -31,10 +27,6 @@ from shoal.swarm.rates import Bucket
 T = TypeVar("T")
 NEWCOMER_SHARE = 0.15
 """Share of the groups taken by `trusted` that newcomers may have, in the long run."""
-USABLE_SPREAD = 0.2
-"""Smallest useful difference between best and worst reward."""
-USABLE_STD = 0.25
-"""Smallest useful standard deviation; the advantage divides by it and would inflate smaller values."""
 HALF_LIFE_S = 300.0
 """Seconds in which the worth of an offer halves, for `trusted`."""
 WANTED = 0.25
@@ -106,45 +98,8 @@ def budget(bytes_per_s: float) -> Sharer:
 
 def uniform(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
     """Takes uniformly among groups with an advantage, as SAPO does."""
-    found = _where(candidates, differ)
+    found = _informative(candidates)
     return rng.sample(found, min(n, len(found)))
-
-
-def usable(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Takes uniformly among rewards with a spread of `USABLE_SPREAD` and a deviation of `USABLE_STD` at least."""
-
-    def spreads(rewards: Sequence[float]) -> bool:
-        return differ(rewards) and max(rewards) - min(rewards) >= USABLE_SPREAD and pstdev(rewards) >= USABLE_STD
-
-    found = _where(candidates, spreads)
-    return rng.sample(found, min(n, len(found)))
-
-
-def rewarding(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Takes the highest mean reward first, equal means in random order."""
-    found = _where(candidates, differ)
-    rng.shuffle(found)
-    return sorted(found, key=lambda i: fmean(candidates[i].rewards), reverse=True)[:n]
-
-
-def diverse(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
-    """Takes one group of each task per round, from the author with the fewest groups taken so far."""
-    found = _where(candidates, differ)
-    rng.shuffle(found)
-    tasks, authors = Counter[str](), Counter[str]()
-
-    def rank(i: int) -> tuple[int, int]:
-        one = candidates[i]
-        return tasks[one.service], one.author_uses + authors[one.peer_id]
-
-    taken: list[int] = []
-    while found and len(taken) < n:
-        best = min(found, key=rank)
-        found.remove(best)
-        taken.append(best)
-        tasks[candidates[best].service] += 1
-        authors[candidates[best].peer_id] += 1
-    return taken
 
 
 def by_trust(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
@@ -162,7 +117,7 @@ def by_trust(candidates: Sequence[Candidate], n: int, rng: random.Random) -> lis
     informative.
     """
     offers: dict[str, list[int]] = {}
-    for i in _where(candidates, differ):
+    for i in _informative(candidates):
         offers.setdefault(candidates[i].peer_id, []).append(i)
     queues = [_drawn(of_author, [_worth(candidates[i]) for i in of_author], rng) for of_author in offers.values()]
     weights = []
@@ -220,12 +175,9 @@ SHARERS: Mapping[str, Sharer] = {
     "informative": informative_groups,
     "demand": demanded_groups,
 }
-TAKERS: Mapping[str, Taker] = {
-    "uniform": uniform,
-    "usable": usable,
-    "rewarding": rewarding,
-    "diverse": diverse,
-}
+
+
+TAKERS = ("uniform", "trusted")
 
 
 def sharer_of(name: str) -> Sharer:
@@ -242,11 +194,11 @@ def sharer_of(name: str) -> Sharer:
 
 def taker_of(name: str) -> Taker:
     """Resolves a taker by name or `module:function`. Raises `ConfigError`."""
-    if name in TAKERS:
-        return TAKERS[name]
+    if name == "uniform":
+        return uniform
     if name == "trusted":
         return Trusted()
-    return cast(Taker, own_function("swarm.take", name, [*TAKERS, "trusted"]))
+    return cast(Taker, own_function("swarm.take", name, TAKERS))
 
 
 def apply_taker(taker: Taker, candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
@@ -264,5 +216,5 @@ def own_function(field: str, name: str, known: Sequence[str]) -> Any:
     return found
 
 
-def _where(candidates: Sequence[Candidate], fits: Callable[[Sequence[float]], bool]) -> list[int]:
-    return [i for i, candidate in enumerate(candidates) if fits(candidate.rewards)]
+def _informative(candidates: Sequence[Candidate]) -> list[int]:
+    return [i for i, candidate in enumerate(candidates) if differ(candidate.rewards)]

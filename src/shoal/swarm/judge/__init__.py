@@ -4,6 +4,6 @@ messages    signed messages between judge and takers, and the commitment to ques
 store       rounds, challenges and graded answers in SQLite
 judging     the judge itself
 server      the judge over HTTP, with its leaderboard
-client      a taker that answers a challenge by a model, and the audit of a judge
+client      a taker that answers a challenge by a model
 comparison  swarm against solo: tests, bands, cohorts, and a picture of them (pure)
 """

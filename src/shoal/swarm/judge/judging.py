@@ -28,7 +28,6 @@ from shoal.swarm.judge.messages import (
     PublicLedger,
     Revealed,
     Round,
-    Transcript,
     commitment_of,
     opened,
     signed,
@@ -169,14 +168,6 @@ class Judge:
         finally:
             self._grading.remove(record.id)
         return signed(self._identity, ChallengeVerdict(record.id, score, tuple(graded)))
-
-    def transcripts(self, sitting: int, position: int) -> list[Transcript]:
-        """Challenge of a finished round by its position; empty after the last. Raises `Refused`."""
-        found = self.store.round(sitting)
-        if found is None or _stated(found[1]).reveals_s >= self.now_s():
-            raise Refused(404, "there is no such round, or it is not over")
-        one = self.store.challenge_at(sitting, position)
-        return [] if one is None else [Transcript(one.id, one.attempt, one.ask, one.answers, one.graded)]
 
     def _admit(self, peer_id: str) -> None:
         """Raises `Refused` for a peer that asks too often."""

@@ -149,17 +149,6 @@ class PublicLedger:
 
 
 @dataclass(frozen=True, slots=True)
-class Transcript:
-    """One challenge of a finished round: the taker's signed messages, and the judge's grades."""
-
-    challenge: str
-    attempt: int
-    ask: bytes
-    answers: bytes | None
-    marks: tuple[GradedAnswer, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Signed:
     author: bytes
     signature: bytes

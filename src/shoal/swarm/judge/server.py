@@ -5,7 +5,6 @@
     GET  /ledger             `PublicLedger`: commitments, and the seeds of finished rounds
     POST /challenge          a signed `ChallengeRequest` -> a signed `Challenge`
     POST /verdict            signed `Answers` -> a signed `ChallengeVerdict`
-    GET  /sittings/N/K       list of one `Transcript`, challenge K of a finished round; empty after the last
 
 Messages are the wire bytes of `shoal.swarm.judge.messages`; an error is JSON with one sentence.
 """
@@ -28,8 +27,6 @@ from shoal.swarm.judge.store import NEWEST, Standing
 
 RESTS = 50.0
 """Rest between two computations of the leaderboard, relative to the time of one."""
-MOST_NUMBER = 2**62
-"""Numbers that SQLite knows are below twice this."""
 WIRE = "application/octet-stream"
 STYLE = """
 main { max-width: 1120px; margin: 0 auto; padding: 1rem 1rem 3rem; }
@@ -84,7 +81,6 @@ class JudgeServer:
                 Route("/ledger", self._ledger),
                 Route("/challenge", self._challenge, methods=["POST"]),
                 Route("/verdict", self._verdict, methods=["POST"]),
-                Route("/sittings/{sitting:int}/{position:int}", self._transcripts),
             ],
             middleware=[Middleware(guarded, media_type=WIRE)],
             exception_handlers=HANDLERS,
@@ -109,10 +105,6 @@ class JudgeServer:
 
     async def _verdict(self, http: Request) -> Response:
         return Response(await self._judge.verdict(await body(http, MOST_BYTES)), media_type=WIRE)
-
-    async def _transcripts(self, http: Request) -> Response:
-        place = {name: min(value, MOST_NUMBER) for name, value in http.path_params.items()}
-        return Response(wire.encode(self._judge.transcripts(**place)), media_type=WIRE)
 
     def _newest(self) -> list[Standing]:
         """Rows of the leaderboard, computed again in at most 2 % of the loop's time, however often it is read."""

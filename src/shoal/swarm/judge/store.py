@@ -151,12 +151,6 @@ class JudgeStore:
         found: Record | None = msgspec.convert(self._row("SELECT * FROM challenges WHERE id = ?", id_), Record | None)
         return found
 
-    def challenge_at(self, sitting: int, position: int) -> Record | None:
-        """Finds a challenge of a round by its place in the order of request."""
-        query = "SELECT * FROM challenges WHERE sitting = ? ORDER BY rowid LIMIT 1 OFFSET ?"
-        found: Record | None = msgspec.convert(self._row(query, sitting, position), Record | None)
-        return found
-
     def attempts(self, sitting: int, peer_id: str, model: str) -> int:
         """Number of challenges issued to a peer's model in a round."""
         query = "SELECT COUNT(*) FROM challenges WHERE sitting = ? AND peer_id = ? AND model = ?"
