@@ -136,22 +136,25 @@ run.loop:TrainLoop._step
 CHAT = """
 gateway.server:Gateway._generate
   gateway.server:Gateway._session
-  gateway.dialects:Dialect.request
-  gateway.chat:chat_ask @ Dialect
-  gateway.sessions:Session.generation
+  gateway.server:Gateway._read
+    gateway.dialects:Dialect.request
+    gateway.chat:chat_ask @ AnswerRequest
+  gateway.sessions:Session.answers
     gateway.sessions:Session._open
-      gateway.token_tree:TokenTree.attach
-      gateway.sessions:Session._bridge
-        gateway.sessions:Session._joint
-          model.chat_template:ChatRenderer.bridge_ids
+      gateway.sessions:Session._opening
+        gateway.sessions:Session._rendered
+          gateway.token_tree:TokenTree.attach
+          gateway.answer_request:SessionContext.bridge
+            gateway.answer_request:SessionContext._joint
+              model.chat_template:ChatRenderer.bridge_ids
       gateway.token_tree:TokenTree.open
     gateway.sessions:Session._begin
       gateway.sessions:Session._generate
-        gateway.sessions:Session._sampled
+        gateway.samplers:TrainedSampler.completion
           engine.pool:EnginePool.generate
-        model.chat_template:ChatRenderer.answer
+          gateway.answer_text:AnswerText.add
         gateway.token_tree:TokenTree.commit
-  gateway.chat:chat_body @ Reply
+  gateway.completions:chat_body @ Reply
   gateway.server:_deliver
     gateway.token_tree:TokenTree.deliver
 """

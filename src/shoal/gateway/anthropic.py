@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 
+from shoal.gateway.answer_request import AnswerRequest
 from shoal.gateway.conversation import Conversation
 from shoal.gateway.dialects import (
     Body,
@@ -21,8 +23,8 @@ from shoal.gateway.dialects import (
     text_of,
     wanted_calls,
 )
+from shoal.gateway.event_streams import EventStream
 from shoal.gateway.fields import Fields, Refusal, Unserved
-from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
@@ -173,14 +175,14 @@ def _messages(where: str, message: TurnMessage) -> Iterator[Message]:
 def messages_body(replies: Sequence[Reply[MessagesRequest]]) -> Body:
     """Body of the answer to a request."""
     (reply,) = replies
-    stop = reply.generation.stop or None
+    stop = reply.stop or None
     ended = "tool_use" if reply.message.tool_calls else "stop_sequence" if stop else "end_turn"
     stopped = ended if reply.stopped else "max_tokens"
     return {
         "id": f"msg_{reply.id}",
         "type": "message",
         "role": "assistant",
-        "model": reply.request.model,
+        "model": reply.model,
         "content": [block for block, _, _ in _content(reply.message)],
         "stop_reason": stopped,
         "stop_sequence": stop,
@@ -200,9 +202,9 @@ def _content(message: Message) -> Iterator[tuple[Body, Body, Body]]:
         yield block, {**block, "input": {}}, {"type": "input_json_delta", "partial_json": call.arguments}
 
 
-def message_events(replies: Sequence[Reply[MessagesRequest]]) -> Iterator[Body]:
-    """Events that stream a whole answer."""
-    (reply,), body = replies, messages_body(replies)
+def _events(reply: Reply[MessagesRequest]) -> Iterator[Body]:
+    """Events that stream an answer."""
+    body = messages_body([reply])
     yield {"type": "message_start", "message": {**body, "content": [], "stop_reason": None, "stop_sequence": None}}
     for i, (_, empty, delta) in enumerate(_content(reply.message)):
         yield {"type": "content_block_start", "index": i, "content_block": empty}
@@ -222,4 +224,6 @@ MESSAGES_UNSERVED: Fields = {
     "fallbacks": Unserved("ask again in the client", ([],)),
     "thread": Unserved("send the whole conversation as messages"),
 }
-MESSAGES = Dialect(MessagesRequest, messages_ask, messages_body, message_events, MESSAGES_UNSERVED, named=True)
+MESSAGES = Dialect(
+    MessagesRequest, messages_ask, messages_body, partial(EventStream, events=_events), MESSAGES_UNSERVED, named=True
+)

@@ -1,18 +1,15 @@
-"""OpenAI's `/v1/chat/completions` and `/v1/completions`, and vLLM's `/inference/v1/generate`."""
+"""Requests of OpenAI's `/v1/chat/completions` and `/v1/completions`, and of vLLM's `/inference/v1/generate`."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
+from shoal.gateway.answer_request import AnswerRequest, SamplingRequest
 from shoal.gateway.conversation import Conversation
 from shoal.gateway.dialects import (
-    Body,
-    Dialect,
     ModelRequest,
-    R,
-    Reply,
     TextPart,
     begun_by,
     check_count,
@@ -22,11 +19,11 @@ from shoal.gateway.dialects import (
     text_of,
     wanted_calls,
 )
-from shoal.gateway.fields import Fields, Refusal, Unserved, unicode
-from shoal.gateway.sessions import AnswerRequest, SamplingRequest
+from shoal.gateway.fields import UNTRAINED, Fields, Refusal, Unserved, unicode
 from shoal.gateway.token_tree import TokenTree
-from shoal.net.chat import Call, wire_of, wire_of_call
-from shoal.types import Json, Message, Role
+from shoal.interfaces import LogitRules
+from shoal.net.chat import Call
+from shoal.types import Message, Role
 
 MOST_CHOICES = 1024
 """Choices of one request, all prompts together."""
@@ -75,7 +72,7 @@ class ResponseFormat(msgspec.Struct):
 
 
 class CompletionRequest(ModelRequest, kw_only=True):
-    """Fields that chat and text completions share; a session refuses some (`fields.UNTRAINED`)."""
+    """Fields that chat and text completions share; a trained session refuses some (`fields.UNTRAINED`)."""
 
     n: int | None = 1
     stop: str | list[str] | None = None
@@ -93,6 +90,30 @@ class CompletionRequest(ModelRequest, kw_only=True):
     def choices(self) -> int:
         """Number of answers to each prompt."""
         return self.n or 1
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the logprobs of its tokens."""
+        return False
+
+    @property
+    def top(self) -> int:
+        """Number of most likely tokens in the place of each token."""
+        return 0
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt comes before the answer."""
+        return False
+
+    @property
+    def rules(self) -> LogitRules:
+        """Rules of the logits. Raises `Refusal`."""
+        try:
+            bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
+        except ValueError:
+            raise Refusal("logit_bias", "token ids as names", list(self.logit_bias or {})[:3]) from None
+        return LogitRules(self.top, self.presence_penalty or 0.0, self.frequency_penalty or 0.0, bias)
 
 
 class ChatRequest(CompletionRequest, kw_only=True):
@@ -117,6 +138,16 @@ class ChatRequest(CompletionRequest, kw_only=True):
         if self.top_logprobs and not self.logprobs:
             raise Refusal("top_logprobs", "logprobs = true beside it", self.logprobs)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the logprobs of its tokens."""
+        return bool(self.logprobs)
+
+    @property
+    def top(self) -> int:
+        """Number of most likely tokens in the place of each token."""
+        return self.top_logprobs or 0
+
 
 class TextRequest(CompletionRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
@@ -132,6 +163,21 @@ class TextRequest(CompletionRequest, kw_only=True):
             raise Refusal("logprobs", "0 or more", self.logprobs)
         if self.echo and self.stream:
             raise Refusal("echo", "false in a stream", True)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the answer has the logprobs of its tokens."""
+        return self.logprobs is not None
+
+    @property
+    def top(self) -> int:
+        """Number of most likely tokens in the place of each token."""
+        return self.logprobs or 0
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt comes before the answer."""
+        return bool(self.echo)
 
 
 class TokenSampling(SamplingRequest, kw_only=True):
@@ -169,6 +215,7 @@ def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
         one_call=body.parallel_tool_calls is False,
         schema="" if wanted or asked is None else schema_of("response_format", asked.type, schema),
         wanted=wanted,
+        rules=body.rules,
     )
 
 
@@ -211,7 +258,15 @@ def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a text completion of one prompt. Raises `Refusal`."""
     prompt = body.prompt
     said = unicode("prompt", prompt) if isinstance(prompt, str) else _tokens("prompt", prompt)
-    return AnswerRequest(sampling=body, prompt=said, stops=stops_of("stop", body.stop))
+    only_scores = body.echoes and body.max_tokens == 0
+    return AnswerRequest(
+        sampling=msgspec.structs.replace(body, max_tokens=1) if only_scores else body,
+        prompt=said,
+        stops=stops_of("stop", body.stop),
+        rules=body.rules,
+        scores_prompt=body.echoes and body.wants_logprobs,
+        samples=not only_scores,
+    )
 
 
 def tokens_ask(body: TokensRequest, _: TokenTree) -> AnswerRequest:
@@ -242,121 +297,6 @@ def _template_text(arguments: dict[str, object]) -> str:
     return json.dumps(arguments, sort_keys=True) if arguments else ""
 
 
-def chat_body(replies: Sequence[Reply[ChatRequest]]) -> Body:
-    """Body of the answers to a chat request."""
-    choices = list[Json]()
-    for reply in replies:
-        message = {**wire_of(reply.message), "refusal": None}
-        if reply.message.tool_calls and not reply.message.content:
-            message["content"] = None
-        choices.append({"index": reply.index, "message": message, **_ended(reply)})
-    return {**_head("chatcmpl", "chat.completion", replies[0]), "choices": choices, **_tail(replies)}
-
-
-def chat_chunks(replies: Sequence[Reply[ChatRequest]]) -> Iterator[Body]:
-    """Chunks that stream whole chat answers."""
-    head = _head("chatcmpl", "chat.completion.chunk", replies[0])
-    for reply in replies:
-        message, calls = wire_of(reply.message), reply.message.tool_calls
-        deltas: list[Body] = [{"role": "assistant", "content": ""}]
-        deltas += [{name: message[name]} for name in ("reasoning_content", "content") if message.get(name)]
-        deltas += [{"tool_calls": [{"index": i, **wire_of_call(call)}]} for i, call in enumerate(calls)]
-        for delta in deltas:
-            yield {**head, "choices": [{"index": reply.index, "delta": delta, "finish_reason": None}]}
-        yield {**head, "choices": [{"index": reply.index, "delta": {}, **_ended(reply)}], **reply.prompt_fields}
-    yield from _usage_chunk(head, replies)
-
-
-def _ended(reply: Reply[ChatRequest]) -> Body:
-    called = reply.stopped and reply.message.tool_calls
-    return {
-        "finish_reason": "tool_calls" if called else reply.finish_reason,
-        "logprobs": _logprobs(reply) if reply.request.logprobs else None,
-        **reply.token_fields,
-        **({"ill_formed": True} if reply.generation.ill_formed else {}),
-    }
-
-
-def text_body(replies: Sequence[Reply[TextRequest]]) -> Body:
-    """Body of the answers to a text completion."""
-    choices: list[Json] = [
-        {
-            "index": reply.index,
-            "text": reply.message.content,
-            "finish_reason": reply.finish_reason,
-            "logprobs": None if reply.request.logprobs is None else _text_logprobs(reply),
-            **reply.token_fields,
-        }
-        for reply in replies
-    ]
-    return {**_head("cmpl", "text_completion", replies[0]), "choices": choices, **_tail(replies)}
-
-
-def text_chunks(replies: Sequence[Reply[TextRequest]]) -> Iterator[Body]:
-    """Chunks that stream whole text completions."""
-    body = text_body(replies)
-    yield {name: value for name, value in body.items() if name != "usage"}
-    yield from _usage_chunk(body, replies)
-
-
-def tokens_body(replies: Sequence[Reply[TokensRequest]]) -> Body:
-    """Body of the answer to a prompt in tokens."""
-    (reply,) = replies
-    choice: Body = {
-        "index": 0,
-        "token_ids": list(reply.token_ids),
-        "finish_reason": reply.finish_reason,
-        "weight_versions": reply.spans,
-        "logprobs": _logprobs(reply),
-    }
-    prompt: list[Json] = list(reply.prompt_ids)
-    return {
-        "request_id": reply.request.request_id,
-        "prompt_token_ids": prompt,
-        "choices": [choice],
-        "usage": _usage(replies),
-    }
-
-
-def _head(prefix: str, kind: str, reply: Reply[R]) -> Body:
-    name = f"{prefix}-{reply.id}"
-    return {"id": name, "object": kind, "created": reply.created, "model": reply.request.model}
-
-
-def _tail(replies: Sequence[Reply[R]]) -> Body:
-    return {"usage": _usage(replies), **replies[0].prompt_fields}
-
-
-def _usage_chunk(head: Body, replies: Sequence[Reply[R]]) -> Iterator[Body]:
-    """Last chunk of a stream with token counts, if the client asked for it."""
-    options = replies[0].request.stream_options
-    if options and options.include_usage:
-        yield {**head, "choices": [], "usage": _usage(replies)}
-
-
-def _usage(replies: Sequence[Reply[R]]) -> Body:
-    """Token counts; each prompt counts once."""
-    prompt = sum(len(reply.prompt_ids) for reply in replies[:: replies[0].request.choices])
-    sampled = sum(len(reply.token_ids) for reply in replies)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _logprobs(reply: Reply[R]) -> Body:
-    """Logprobs with an entry per sampled token, whose id has both spellings that clients know."""
-    content: list[Json] = [
-        {"token": f"token_id:{token}", "token_id": token, "logprob": logp, "bytes": None, "top_logprobs": []}
-        for token, logp in zip(reply.token_ids, reply.generation.completion.logprobs, strict=True)
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _text_logprobs(reply: Reply[TextRequest]) -> Body:
-    """Logprobs in the form of text completions."""
-    logprobs: list[Json] = list(reply.generation.completion.logprobs)
-    tokens: list[Json] = [f"token_id:{token}" for token in reply.token_ids]
-    return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": None, "text_offset": []}
-
-
 _TOOLS = Unserved("use tools and tool_choice", ("none", "auto"))
 CHAT_UNSERVED: Fields = {
     "modalities": Unserved("ask for text", (["text"],)),
@@ -372,8 +312,4 @@ TEXT_UNSERVED: Fields = {
     "best_of": Unserved("ask for n answers with logprobs and keep the best", (1,)),
     "response_format": Unserved("ask /v1/chat/completions", ({"type": "text"},)),
 }
-CHAT = Dialect(ChatRequest, chat_ask, chat_body, chat_chunks, CHAT_UNSERVED)
-TEXT = Dialect(TextRequest, text_ask, text_body, text_chunks, TEXT_UNSERVED, each=each_text)
-TOKENS = Dialect(
-    TokensRequest, tokens_ask, tokens_body, lambda replies: (), {"stream": Unserved("ask for a body", (False,))}
-)
+TEXT_UNTRAINED: Fields = {**UNTRAINED, "logprobs": Unserved("ask for 0, the logprob of each sampled token alone", (0,))}

@@ -1,18 +1,22 @@
 """Dialects: each API of the gateway turns its requests into one inner form, and generations into its answer."""
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Generic, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
+from shoal.gateway.answer_request import AnswerRequest, SamplingRequest
 from shoal.gateway.conversation import Conversation
 from shoal.gateway.fields import OTHER_SERVERS, UNTRAINED, Fields, Refusal, converted, fields_of, unicode
-from shoal.gateway.sessions import AnswerRequest, SamplingRequest
-from shoal.gateway.token_tree import Generation, TokenTree
 from shoal.types import FinishReason, Json, Message, Role
+
+if TYPE_CHECKING:
+    from shoal.gateway.samplers import Answering
+    from shoal.gateway.sessions import Session
+    from shoal.gateway.token_tree import TokenTree
 
 Body: TypeAlias = dict[str, Json]
 MOST_STOPS = 16
@@ -52,42 +56,57 @@ R = TypeVar("R", bound=ModelRequest)
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[R]):
-    """Generation that answers a request."""
+    """Answer to a request, as far as it is sampled."""
 
     request: R
-    generation: Generation
-    prompt_ids: tuple[int, ...]
+    answering: "Answering"
+    session: "Session"
+    model: str
+    """Name of the model."""
     created: int
     """Time of the request in seconds since 1970."""
-    session: str = ""
-    """Name of the session's token tree."""
     index: int = 0
     """Index among the answers to the request."""
 
     @property
     def id(self) -> str:
         """Id of the answer, unique among all sessions."""
-        return f"{self.session}-{self.generation.id}"
+        return f"{self.session.tree.name}-{self.answering.id}"
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Tokens before the answer."""
+        return self.answering.prompt_ids
 
     @property
     def message(self) -> Message:
         """Answer as the client receives it, without the beginning that it gave itself."""
-        return self.generation.said
+        return self.answering.message
 
     @property
-    def token_ids(self) -> tuple[int, ...]:
+    def token_ids(self) -> Sequence[int]:
         """Sampled tokens."""
-        return self.generation.completion.token_ids
+        return self.answering.token_ids
 
     @property
-    def finish_reason(self) -> FinishReason:
-        """Reason why the engine stopped: `stop` or `length`, since an aborted answer is an error."""
-        return self.generation.completion.finish_reason
+    def finish_reason(self) -> FinishReason | None:
+        """Reason why the engine stopped: `stop` or `length`; None while it samples."""
+        return self.answering.finish_reason
 
     @property
     def stopped(self) -> bool:
         """Whether the model ended the answer itself."""
         return self.finish_reason is FinishReason.STOP
+
+    @property
+    def stop(self) -> str:
+        """Stop text that ended the answer."""
+        return self.answering.generation.stop if self.answering.generation else ""
+
+    @property
+    def flags(self) -> Body:
+        """`ill_formed`, for an answer with a tool call that is not well-formed."""
+        return {"ill_formed": True} if self.answering.generation and self.answering.generation.ill_formed else {}
 
     @property
     def prompt_fields(self) -> Body:
@@ -102,13 +121,35 @@ class Reply(Generic[R]):
 
     @property
     def spans(self) -> list[Json]:
-        """Spans of sampled tokens by Version."""
-        found, start = list[Json](), 0
-        for version, tokens in groupby(self.generation.completion.versions):
+        """Spans of sampled tokens by Version; empty while the answer is under way."""
+        found, start, generation = list[Json](), 0, self.answering.generation
+        versions = generation.completion.versions if generation else ()
+        for version, tokens in groupby(versions):
             end = start + len(list(tokens))
             found.append({"version": version, "start": start, "end": end})
             start = end
         return found
+
+    def spelt(self, token: int) -> bytes:
+        """Bytes of a token."""
+        return self.session.context.renderer.token_bytes(token)
+
+
+class StreamForm(Protocol):
+    """Form in which a stream shows the answers to one request."""
+
+    def opening(self) -> Iterator[bytes]:
+        """Events before the first text."""
+
+    def news(self, index: int) -> Iterator[bytes]:
+        """Events with what an answer has more than before, and with its end."""
+
+    def end(self) -> Iterator[bytes]:
+        """Events after the end of all answers."""
+
+
+def _no_stream(replies: Sequence[Reply[R]]) -> StreamForm:
+    raise AssertionError("the dialect refuses streams")
 
 
 def _alone(request: R) -> Sequence[R]:
@@ -120,25 +161,28 @@ class Dialect(Generic[R]):
     """One API: its requests, and the functions from and to the inner form."""
 
     kind: type[R]
-    ask: Callable[[R, TokenTree], AnswerRequest]
+    ask: "Callable[[R, TokenTree], AnswerRequest]"
     """Turns a request, in a session with this token tree, into the inner form. Raises `Refusal`."""
     body: Callable[[Sequence[Reply[R]]], Body]
-    events: Callable[[Sequence[Reply[R]]], Iterable[Body]]
-    """Events that stream whole answers."""
+    stream: Callable[[Sequence[Reply[R]]], StreamForm] = _no_stream
     unserved: Fields = field(default_factory=dict)
-    """Fields that are refused in sessions and out of them."""
+    """Fields that are refused in all sessions."""
+    untrained: Fields = field(default_factory=lambda: UNTRAINED)
+    """Fields that trained sessions refuse."""
     named: bool = False
-    """Whether events carry their type as name, and no mark ends the stream."""
+    """Whether events carry their type as name."""
     each: Callable[[R], Sequence[R]] = _alone
     """Requests of one prompt each, of a request of several. Raises `Refusal`."""
 
-    def request(self, data: bytes, *, is_plain: bool) -> R:
+    def request(self, data: bytes, *, is_trained: bool) -> R:
         """Request of a body. Raises `SessionError` or `Refused`, naming the field.
 
-        A session refuses fields that would make its logprobs wrong; a plain request may have no unknown ones.
+        A trained session refuses fields that would make its logprobs wrong, and ignores unknown ones: an agent's
+        library may send more than is known here. Another session has no unknown ones: a typing error must not go
+        unseen.
         """
-        unserved = {**OTHER_SERVERS, **({} if is_plain else UNTRAINED), **self.unserved}
-        return converted(fields_of(data, (self.kind,), unserved, strict=is_plain), self.kind)
+        unserved = {**OTHER_SERVERS, **(self.untrained if is_trained else {}), **self.unserved}
+        return converted(fields_of(data, self.kind, unserved, strict=not is_trained), self.kind)
 
 
 def text_of(where: str, content: str | Sequence[TextPart] | None) -> str:

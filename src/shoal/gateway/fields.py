@@ -69,7 +69,7 @@ UNTRAINED: Fields = dict.fromkeys(
     "top_logprobs": Unserved("a session keeps the logprob of each sampled token alone; ask for logprobs", (0,)),
     "echo": Unserved("the client has the prompt; ask without a session for its logprobs", (False,)),
 }
-"""Fields that only requests without a session have: their answers are never trained on."""
+"""Fields that trained sessions refuse."""
 _ACCOUNT = "it concerns an account with another provider"
 _CACHE = "the engine keeps every prefix that it has room for"
 HARMLESS: Mapping[str, str] = {
@@ -87,14 +87,8 @@ HARMLESS: Mapping[str, str] = {
 """Fields that change no answer here, with the reason."""
 
 
-def fields_of(
-    data: bytes, kinds: Sequence[type[msgspec.Struct]], unserved: Fields, *, strict: bool
-) -> dict[str, object]:
-    """Fields of a body for `kinds`. Raises `SessionError` or `Refused`, naming the field.
-
-    Unknown fields are refused when `strict`: an agent may send all that its library adds, but a typing error of a
-    person must not go unseen.
-    """
+def fields_of(data: bytes, kind: type[msgspec.Struct], unserved: Fields, *, strict: bool) -> dict[str, object]:
+    """Fields of a body for `kind`; `strict` refuses unknown ones. Raises `SessionError` or `Refused`."""
     for what, count, most in (
         ("lists and objects", data.count(b"[") + data.count(b"{"), MOST_OPENED),
         ("entries", data.count(b","), MOST_TOKENS),
@@ -102,7 +96,7 @@ def fields_of(
         if count > most:
             raise SessionError(f"body: expected at most {most} {what}, with those in its texts; got {count}")
     fields = decoded(data, dict[str, object])
-    known = [one.encode_name for kind in kinds for one in msgspec.structs.fields(kind)]
+    known = [one.encode_name for one in msgspec.structs.fields(kind)]
     for name, value in fields.items():
         check_size(name, value)
         if name in unserved:

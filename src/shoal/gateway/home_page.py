@@ -13,7 +13,7 @@ _HOME = files("shoal.gateway").joinpath("home.html").read_text()
 _TALK = files("shoal.gateway").joinpath("talk.js").read_bytes()
 
 
-def home_page(http: Request, *, model: str, longest: int, chats: bool) -> Response:
+async def home_page(http: Request, *, model: str, longest: int, chats: bool) -> Response:
     """Page of `model`, which answers in a context of `longest` tokens; without `chats` it continues texts."""
     path, body = example(model, chats=chats)
     url = str(http.base_url).rstrip("/")

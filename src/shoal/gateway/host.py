@@ -7,10 +7,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shoal.gateway.answer_request import AnswerRequest, SamplingRequest
 from shoal.gateway.conversation import Conversation
 from shoal.gateway.registry import SessionBounds
 from shoal.gateway.server import Gateway
-from shoal.gateway.sessions import AnswerRequest, OpenRequest, SamplingRequest, Session, SessionLimits
+from shoal.gateway.sessions import OpenRequest, Session, SessionLimits
 from shoal.gateway.token_tree import TokenTree
 from shoal.interfaces import Engine
 from shoal.model.chat_template import ChatRenderer

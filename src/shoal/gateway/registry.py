@@ -1,4 +1,4 @@
-"""Registry of open sessions, bounded in their number, idle time and tokens."""
+"""Registry of trained sessions, bounded in their number, idle time and tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,11 @@ from dataclasses import dataclass
 import msgspec
 
 from shoal.errors import EngineUnavailable
-from shoal.gateway.sessions import DEFAULTS, ENDED, OpenRequest, Session, SessionContext
+from shoal.gateway.answer_request import SessionContext
+from shoal.gateway.samplers import TrainedSampler
+from shoal.gateway.sessions import DEFAULTS, ENDED, OpenRequest, Session
 from shoal.gateway.token_tree import TokenTree
+from shoal.interfaces import Engine
 from shoal.types import Message
 
 CLOSED_KEPT = 4096
@@ -52,8 +55,9 @@ class Sessions:
     tokens.
     """
 
-    def __init__(self, context: SessionContext, bounds: SessionBounds) -> None:
+    def __init__(self, context: SessionContext, engine: Engine, bounds: SessionBounds) -> None:
         self.context = context
+        self._engine = engine
         self.bounds = bounds
         self.closed: dict[str, str] = {}
         """Reasons by token, oldest first; older tokens are unknown."""
@@ -64,12 +68,12 @@ class Sessions:
         return len(self._open)
 
     def open(self, asked: OpenRequest = DEFAULTS, priority: int = 0) -> Session:
-        """Opens a session; see `Session`. Raises `EngineUnavailable` when too many are open."""
+        """Opens a trained session. Raises `EngineUnavailable` when too many are open."""
         if len(self._open) >= self.bounds.sessions:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.sessions} open ones; end some")
         if self._is_full:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.tokens} tokens held; end some")
-        session = Session(self.context, asked, priority)
+        session = Session(self.context, asked, TrainedSampler(self.context, self._engine, priority))
         self._open[session.token] = session
         self.context.counted["sessions"] += 1
         return session

@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import msgspec
 
+from shoal.gateway.answer_request import AnswerRequest
 from shoal.gateway.dialects import (
     Body,
     Dialect,
@@ -18,12 +20,12 @@ from shoal.gateway.dialects import (
     text_of,
     wanted_calls,
 )
+from shoal.gateway.event_streams import EventStream
 from shoal.gateway.fields import Fields, Refusal, Unserved
-from shoal.gateway.sessions import AnswerRequest
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
-ECHOED = ("model", "instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens")
+ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens")
 """Names of a request's fields that its response repeats."""
 SPEAKERS = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 
@@ -191,6 +193,7 @@ def responses_body(replies: Sequence[Reply[ResponsesRequest]]) -> Body:
         "status": _status(reply),
         "error": None,
         "incomplete_details": None if reply.stopped else {"reason": "max_output_tokens"},
+        "model": reply.model,
         **{name: fields[name] for name in ECHOED},
         "output": [item for item, _ in _output(reply)],
         "parallel_tool_calls": fields["parallel_tool_calls"] is not False,
@@ -205,7 +208,7 @@ def responses_body(replies: Sequence[Reply[ResponsesRequest]]) -> Body:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": prompt + sampled,
         },
-        **({"ill_formed": True} if reply.generation.ill_formed else {}),
+        **reply.flags,
         **reply.prompt_fields,
         **reply.token_fields,
     }
@@ -230,13 +233,8 @@ def _output(reply: Reply[ResponsesRequest]) -> Iterator[tuple[Body, Body | None]
         yield {"id": f"fc_{name}_{i}", "type": "function_call", "status": status, **said}, None
 
 
-def response_events(replies: Sequence[Reply[ResponsesRequest]]) -> Iterator[Body]:
-    """Numbered events that stream a whole answer."""
-    for number, event in enumerate(_events(*replies)):
-        yield {**event, "sequence_number": number}
-
-
 def _events(reply: Reply[ResponsesRequest]) -> Iterator[Body]:
+    """Events that stream an answer, without their numbers."""
     body = responses_body([reply])
     begun: Body = {**body, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
     yield {"type": "response.created", "response": begun}
@@ -274,4 +272,11 @@ RESPONSES_UNSERVED: Fields = {
     "image": Unserved("ask for text"),
     "moderation": Unserved("moderate in the client"),
 }
-RESPONSES = Dialect(ResponsesRequest, responses_ask, responses_body, response_events, RESPONSES_UNSERVED, named=True)
+RESPONSES = Dialect(
+    ResponsesRequest,
+    responses_ask,
+    responses_body,
+    partial(EventStream, events=_events, numbered=True),
+    RESPONSES_UNSERVED,
+    named=True,
+)

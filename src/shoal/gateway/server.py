@@ -5,7 +5,7 @@ import contextlib
 import hmac
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
@@ -21,27 +21,26 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from shoal.errors import SessionError, ShoalError
+from shoal.gateway.answer_request import AnswerRequest, SessionContext
 from shoal.gateway.anthropic import MESSAGES, conversation_of
 from shoal.gateway.api_errors import ModelNotFound, error_body, late_event
-from shoal.gateway.chat import CHAT, TEXT, TOKENS
-from shoal.gateway.dialects import Body, Dialect, R, Reply, event_bytes
+from shoal.gateway.clients import SESSION, api_key, has_left, is_retry, shown_path
+from shoal.gateway.completions import CHAT, TEXT, TOKENS
+from shoal.gateway.dialects import Body, Dialect, R, Reply
 from shoal.gateway.registry import SessionBounds, Sessions, export
 from shoal.gateway.request_log import FREE_PATHS, RequestRecord
 from shoal.gateway.responses import RESPONSES
-from shoal.gateway.sessions import DEFAULTS, AnswerRequest, OpenRequest, Session, SessionContext, SessionOver
-from shoal.gateway.token_tree import Generation
+from shoal.gateway.samplers import Answering, UntrainedSampler
+from shoal.gateway.sessions import ONE_REQUEST, OpenRequest, Session, SessionOver
 from shoal.interfaces import Engine, ModelServer
-from shoal.net.client import RETRY_HEADER
-from shoal.net.server import body, decoded, exposition, guarded, json, look
+from shoal.net.server import body, decoded, disconnected, exposition, guarded, json, look
 
 if TYPE_CHECKING:
-    from shoal.gateway.plain_server import PlainServer
     from shoal.model.chat_template import ChatRenderer
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 KEEP_ALIVE_S = 10.0
 EVICTION_PERIOD_S = 5.0
-SESSION = "/s/"
 MODELS = "/v1/models/"
 UNKNOWN = "session: expected the URL or API key of an open session; POST /v1/sessions opens one"
 DIALECTS: Mapping[str, Dialect[Any]] = {
@@ -78,9 +77,9 @@ class Gateway:
     """Most tokens, prompt and answer together, that the engine takes."""
     model: str = "shoal"
     also_called: Collection[str] = ()
-    """Further names by which a request without a session may call the model."""
+    """Further names by which a session that is not trained may call the model."""
     model_server: ModelServer | None = None
-    """Engine that answers requests without a session; without it they get 401."""
+    """Engine of the sessions that are not trained, one for each request without a session; None answers those 401."""
     on_request: Callable[[RequestRecord], None] | None = None
     """Gets each request once it is answered."""
     admin_key: str = ""
@@ -94,16 +93,16 @@ class Gateway:
 
     def __post_init__(self) -> None:
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
-        context = SessionContext(self.engine, self.renderer, self.max_model_len, pool, self.clock)
-        self.sessions = Sessions(context, self.bounds)
+        context = SessionContext(self.renderer, self.max_model_len, pool, self.clock)
+        self.sessions = Sessions(context, self.engine, self.bounds)
         self._started_s = time.time()
-        self._plain: PlainServer | None = None
         of_pages: dict[str, tuple[str, Endpoint]] = {}
         if self.model_server is not None:
-            from shoal.gateway import home_page, plain_server  # the gateway of a training run has no use for them
+            from shoal.gateway import home_page  # the gateway of a training run has no use for it
 
-            self._plain = plain = plain_server.PlainServer(self.model_server, context, self.model, self.keep_alive_s)
-            home = ("GET", partial(self._admitted, plain.home))
+            chats, longest = self.renderer.has_template, self.max_model_len
+            page = partial(home_page.home_page, model=self.model, longest=longest, chats=chats)
+            home = ("GET", partial(self._admitted, page))
             of_pages = {"": home, "/look.css": ("GET", look), "/talk.js": ("GET", home_page.script)}
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
         of_models: dict[str, tuple[str, Endpoint]] = {
@@ -142,7 +141,10 @@ class Gateway:
         if scope["type"] != "http":
             await self._others(scope, receive, send)
             return
-        http, record = Request(scope, receive, send), RequestRecord(str(scope["method"]), _shown(str(scope["path"])))
+        http, record = (
+            Request(scope, receive, send),
+            RequestRecord(str(scope["method"]), shown_path(str(scope["path"]))),
+        )
         scope["shoal.record"], began_s = record, self.clock()
         try:
             response = await self._endpoint(scope)(http)
@@ -186,87 +188,88 @@ class Gateway:
         return json(export(session.tree))
 
     async def _generate(self, dialect: Dialect[R], http: Request) -> Response:
-        """Answers with one body, or with the events of a stream, which begin when the whole answer is sampled."""
+        """Answers with one body, or with the events of a stream."""
         session, record = self._session(http), http.scope["shoal.record"]
         data = await body(http, self.max_body_bytes)
-        is_plain, created = self.sessions.get(session.token) is None, int(time.time())
-        request, asks = await self._read(dialect, data, session, record, is_plain=is_plain)
-        if is_plain and self._plain is not None and (dialect in (CHAT, TEXT) or (request.stream and dialect.named)):
-            late = partial(late_event, dialect, http.url.path)
-            return await self._plain.answer(http, dialect, request, asks, record, late)
-        digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
-        asks = [
-            replace(ask, digest=f"{digest}{i or ''}", is_retry=_is_retry(http))
-            for i, ask in enumerate(ask for ask in asks for _ in range(request.choices))
-        ]
-
-        def replies(generations: Sequence[Generation]) -> list[Reply[R]]:
-            prompts = [session.tree.prompt_ids(generation) for generation in generations]
-            sampled = [generation.completion for generation in generations]
-            record.prompt_tokens = sum(map(len, prompts[:: request.choices]))
-            record.completion_tokens = sum(len(one.token_ids) for one in sampled)
-            record.finish = ",".join(sorted({one.finish_reason for one in sampled}))
-            return [
-                Reply(request, generation, prompt, created, session.tree.name, index)
-                for index, (generation, prompt) in enumerate(zip(generations, prompts, strict=True))
-            ]
-
-        answering = asyncio.gather(*(session.generation(ask) for ask in asks))
-        if not request.stream:
-            generations = await answering
-            answer = json(dialect.body(replies(generations)))
-            if not _has_left(http):
-                _deliver(session, generations)
+        request, asks = await self._read(dialect, http, data, session)
+        news, created = asyncio.Queue[Answering](), int(time.time())
+        answers = await session.answers(asks, news)
+        model = request.model or self.model
+        replies = [Reply(request, one, session, model, created, index) for index, one in enumerate(answers)]
+        record.id, record.prompt_tokens = replies[0].id, sum(len(one.prompt_ids) for one in answers[:: request.choices])
+        if request.stream:
+            events = self._events(http, dialect, replies, news)
+            first = await anext(events, b"")  # an error before the first event has a status of its own
+            return StreamingResponse(_after(first, events), media_type="text/event-stream")
+        try:
+            await _whole(http, session, answers)
+            answer = json(dialect.body(replies))
+            if not has_left(http):
+                _deliver(replies)
             return answer
-        answering.add_done_callback(lambda done: done.cancelled() or done.exception())  # the client may be gone then
-        await asyncio.wait({answering}, timeout=self.keep_alive_s)
-        if answering.done():
-            answering.result()  # early failures have a status of their own
-        events = self._streamed(http, session, answering, dialect, replies)
-        return StreamingResponse(events, media_type="text/event-stream")
+        finally:
+            await session.leave(answers)
+            _note(record, replies)
 
     async def _read(
-        self, dialect: Dialect[R], data: bytes, session: Session, record: RequestRecord, *, is_plain: bool
+        self, dialect: Dialect[R], http: Request, data: bytes, session: Session
     ) -> tuple[R, Sequence[AnswerRequest]]:
         """Request of a body, and its prompts, read beside the event loop if they are long. Raises `SessionError`."""
 
         def read() -> tuple[R, Sequence[AnswerRequest]]:
-            if is_plain:
-                record.model = self._check_model(data)
-            request = dialect.request(data, is_plain=is_plain)
-            return request, [dialect.ask(one, session.tree) for one in dialect.each(request)]
+            if not session.is_trained:
+                http.scope["shoal.record"].model = self._check_model(data)
+            request, digest = dialect.request(data, is_trained=session.is_trained), ""
+            if session.is_trained:
+                digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
+            given: dict[str, Any] = {"choices": request.choices, "streams": bool(request.stream)}
+            given |= {"digest": digest, "is_retry": is_retry(http)}
+            return request, [replace(dialect.ask(one, session.tree), **given) for one in dialect.each(request)]
 
         return await self.sessions.context.computed(len(data), read)
 
-    async def _streamed(
-        self,
-        http: Request,
-        session: Session,
-        answering: "asyncio.Future[list[Generation]]",
-        dialect: Dialect[R],
-        replies: Callable[[Sequence[Generation]], list[Reply[R]]],
-    ) -> AsyncIterator[bytes]:
-        """Streams the events of answers, with comments until they are ready; a late error becomes an event."""
-        while not answering.done():
-            yield b": keep-alive\n\n"
-            await asyncio.wait({answering}, timeout=self.keep_alive_s)
+    async def _events(
+        self, http: Request, dialect: Dialect[R], replies: Sequence[Reply[R]], news: "asyncio.Queue[Answering]"
+    ) -> AsyncGenerator[bytes, None]:
+        """Events of a stream, with comments while nothing comes; a late error becomes an event."""
+        form, record, began_s = dialect.stream(replies), http.scope["shoal.record"], self.clock()
+        running, has_begun, is_open = {reply.answering: reply for reply in replies}, False, False
         try:
-            generations = answering.result()
-        except ShoalError as error:
-            yield late_event(dialect, http.url.path, error)
-            return
-        if _has_left(http):
-            return
-        for event in dialect.events(replies(generations)):
-            yield event_bytes(event, named=dialect.named)
-        if not dialect.named:
-            yield b"data: [DONE]\n\n"
-        _deliver(session, generations)
+            while running:
+                try:
+                    async with asyncio.timeout(self.keep_alive_s):
+                        reply = running.get(await news.get())
+                    if reply is not None and reply.answering.ended.done():
+                        running.pop(reply.answering).answering.ended.result()
+                except TimeoutError:
+                    has_begun = True
+                    yield b": keep-alive\n\n"
+                    continue
+                except ShoalError as error:
+                    if not has_begun:
+                        raise
+                    yield late_event(dialect, http.url.path, error)
+                    return
+                if reply is None or (not is_open and has_left(http)):
+                    continue
+                if not is_open:
+                    has_begun, is_open, record.first_token_s = True, True, self.clock() - began_s
+                    for event in form.opening():
+                        yield event
+                for event in form.news(reply.index):
+                    yield event
+            for event in form.end() if is_open else ():
+                yield event
+            if is_open:
+                _deliver(replies)
+        finally:
+            await replies[0].session.leave([reply.answering for reply in replies])
+            _note(record, replies)
 
     async def _count_tokens(self, http: Request) -> Response:
         self._session(http)
         data, context = await body(http, self.max_body_bytes), self.sessions.context
-        spoken = await context.computed(len(data), lambda: conversation_of(MESSAGES.request(data, is_plain=False)))
+        spoken = await context.computed(len(data), lambda: conversation_of(MESSAGES.request(data, is_trained=True)))
         return json({"input_tokens": len(await context.rendered(spoken))})
 
     def _listed(self) -> Body:
@@ -305,7 +308,7 @@ class Gateway:
     def _session(self, http: Request) -> Session:
         """Session that the URL or the API key names. Raises `Unauthorized` and `SessionOver`."""
         named = http.path_params.get("token")
-        token = named or _api_key(http)
+        token = named or api_key(http)
         session = self.sessions.get(token)
         if session is not None:
             return session
@@ -313,7 +316,8 @@ class Gateway:
             raise SessionOver(self.sessions.closed[token])
         if named is None and self.model_server is not None:
             self._admit(http)
-            return Session(self.sessions.context, DEFAULTS)
+            context = self.sessions.context
+            return Session(context, ONE_REQUEST, UntrainedSampler(context, self.model_server))
         raise Unauthorized(UNKNOWN)
 
     def _check_model(self, data: bytes) -> str:
@@ -328,7 +332,7 @@ class Gateway:
 
     def _admit(self, http: Request) -> None:
         """Raises `Unauthorized` for a request without the admin key, where one is set."""
-        if self.admin_key and not hmac.compare_digest(_api_key(http).encode(), self.admin_key.encode()):
+        if self.admin_key and not hmac.compare_digest(api_key(http).encode(), self.admin_key.encode()):
             raise Unauthorized("api_key: expected the gateway's admin key as Authorization: Bearer KEY")
 
     async def _admitted(self, endpoint: Endpoint, http: Request) -> Response:
@@ -347,41 +351,39 @@ class Gateway:
         return json(error_body(error, status, str(http.scope["path"])), status)
 
 
-def _shown(path: str) -> str:
-    """Path for the log: a session's key is in its path."""
-    if not path.startswith(SESSION):
-        return path
-    key, slash, rest = path.removeprefix(SESSION).partition("/")
-    return f"{SESSION}{key[:8]}...{slash}{rest}"
+async def _whole(http: Request, session: Session, answers: Sequence[Answering]) -> None:
+    """Waits for the end of all answers. Raises a `ShoalError`.
 
-
-def _deliver(session: Session, generations: Sequence[Generation]) -> None:
-    for generation in generations:
-        session.tree.deliver(generation.id)
-
-
-def _has_left(http: Request) -> bool:
-    """Whether the server knows by now that the client of a fully read request has disconnected.
-
-    The function asks once and does not wait. Starlette's own `is_disconnected` begins to wait and cancels that, which
-    takes two more rounds of the event loop, behind all other requests.
+    Raises `ClientDisconnect` where the client of a session that is not trained has left.
     """
-    receiving = http.receive().__await__()
+    whole = asyncio.gather(*(asyncio.shield(one.ended) for one in answers))
+    if session.is_trained:
+        await whole
+        return
+    left = asyncio.create_task(disconnected(http), name="client of an answer")
     try:
-        next(receiving)
-    except StopIteration as message:
-        return bool(message.value["type"] == "http.disconnect")
+        await asyncio.wait((whole, left), return_when=asyncio.FIRST_COMPLETED)
+        if not whole.done():
+            raise ClientDisconnect
+        whole.result()
     finally:
-        receiving.close()
-    return False
+        for waiting in (whole, left):
+            waiting.cancel()
+        await asyncio.gather(whole, left, return_exceptions=True)
 
 
-def _is_retry(http: Request) -> bool:
-    """Whether a client library marks the request as a retry."""
-    count = http.headers.get(RETRY_HEADER, "0")
-    return count.isdigit() and count != "0"
+def _note(record: RequestRecord, replies: Sequence[Reply[R]]) -> None:
+    """Notes in the log what was answered."""
+    record.completion_tokens = sum(len(reply.token_ids) for reply in replies)
+    record.finish = ",".join(sorted({reply.finish_reason or "unfinished" for reply in replies}))
 
 
-def _api_key(http: Request) -> str:
-    """API key in the header of OpenAI's or Anthropic's clients."""
-    return http.headers.get("x-api-key") or http.headers.get("authorization", "")[len("bearer ") :]
+def _deliver(replies: Sequence[Reply[R]]) -> None:
+    for reply in replies:
+        reply.session.tree.deliver(reply.answering.id)
+
+
+async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for chunk in rest:
+        yield chunk

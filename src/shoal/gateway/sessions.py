@@ -1,37 +1,21 @@
-"""Sessions: each answer extends a token tree; threads render text, and the engine samples outside the lock."""
+"""Sessions: each answer extends a token tree; threads render text, and a sampler samples outside the lock."""
 
 import asyncio
 import secrets
-from collections import Counter, deque
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import msgspec
 
-from shoal.errors import ContextOverflow, EngineUnavailable, SessionError
-from shoal.gateway.answer_text import AnswerText
+from shoal.errors import ContextOverflow, SessionError
+from shoal.gateway.answer_request import AnswerRequest, SessionContext
 from shoal.gateway.conversation import Conversation, minted_id
-from shoal.gateway.grammars import answer_grammar
+from shoal.gateway.samplers import Answering, AnswerSampler
 from shoal.gateway.token_tree import Attachment, Cause, Generation, HistoryPolicy, OpenGeneration, TokenTree
-from shoal.interfaces import Engine
-from shoal.types import Completion, FinishReason, Message, Role, Sampling, ToolCall, seed_for
+from shoal.types import Message, Role, Sampling, ToolCall, seed_for
 
-if TYPE_CHECKING:
-    from shoal.model.chat_template import ChatRenderer
-
-LATENCIES_KEPT = 4096
-INLINE_CHARACTERS = 2048
-"""Characters up to which tokenising takes less time than a thread that competes for the interpreter."""
-NO_MESSAGES = Conversation(())
-FIRST_PIECE = 64
-"""Tokens of the first piece of an answer that may end before its stop token; each later piece doubles it."""
 ENDED = "session: it has ended; open a new one"
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class SessionOver(SessionError):
@@ -59,191 +43,109 @@ class OpenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 DEFAULTS = OpenRequest()
-
-
-class SamplingRequest(msgspec.Struct, kw_only=True):
-    """Sampling parameters that a client asks for; None was not asked for."""
-
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop_token_ids: list[int] | None = None
-
-    def sampling(self, most: int, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """Sampling of at most so many tokens; all that was not asked for is off. Raises `SessionError`."""
-        given = {
-            name: value for name in ("temperature", "top_p", "min_p") if (value := getattr(self, name)) is not None
-        }
-        stops = (*stop_token_ids, *(self.stop_token_ids or ()))
-        try:
-            return Sampling(most, top_k=max(self.top_k or 0, 0), stop_token_ids=stops, seed=self.seed, **given)
-        except ValueError as error:
-            raise SessionError(str(error)) from error
+ONE_REQUEST = OpenRequest(limits=SessionLimits(generations=1 << 20))
+"""Settings of a session that is not trained and has one request, which bounds its answers itself."""
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerRequest:
-    """Request for one answer, of any API."""
+class _Opening:
+    """Beginning that all choices of a prompt share."""
 
-    conversation: Conversation = NO_MESSAGES
-    sampling: SamplingRequest = field(default_factory=SamplingRequest)
-    digest: str = ""
-    is_retry: bool = False
-    prompt: str | tuple[int, ...] | None = None
-    """Prompt as text or tokens, in place of a conversation."""
-    stops: tuple[str, ...] = ()
-    """Texts that end the answer."""
-    one_call: bool = False
-    """Whether the answer ends after its first tool call."""
-    schema: str = ""
-    """JSON Schema that the answer satisfies; empty for none."""
-    wanted: tuple[str, ...] = ()
-    """Names of the tools of which the answer calls one; empty where it may do without."""
+    ask: AnswerRequest
+    attachment: Attachment
+    rendered: Sequence[int]
+    grammar: str
+    written: int
+    """Number of the prompt's last tokens that belong to the answer."""
+    before: Message | None
+    """Earlier part of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
-class SessionContext:
-    """Parts that all sessions share."""
+class _Opened:
+    """Answer that is to be sampled."""
 
-    engine: Engine
-    renderer: "ChatRenderer"
-    max_model_len: int
-    pool: ThreadPoolExecutor
-    clock: Callable[[], float]
-    tasks: set[asyncio.Task[Generation]] = field(default_factory=set)
-    counted: Counter[str] = field(default_factory=Counter)
-    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
-
-    async def computed(self, size: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
-        """Result of a function on about `size` characters; long texts run in a thread to keep the event loop free."""
-        if size <= INLINE_CHARACTERS:
-            return function(*args, **options)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self.pool, lambda: function(*args, **options))
-
-    async def rendered(self, conversation: Conversation) -> list[int]:
-        """Tokens of a whole conversation, up to where the answer goes on. Raises `SessionError`."""
-        return await self.computed(_size(conversation.messages, conversation.tools), self._whole, conversation)
-
-    def _whole(self, conversation: Conversation) -> list[int]:
-        self.check(conversation)
-        self.check_length("messages", sum(len(message.content) for message in conversation.messages))
-        render = self.renderer.prompt_ids
-        whole = render(conversation.messages, conversation.tools, conversation.template)
-        return [*whole, *self.renderer.token_ids(conversation.begun)]
-
-    def check(self, conversation: Conversation) -> None:
-        """Raises `SessionError` for a conversation that the model's chat template cannot show."""
-        if not self.renderer.has_template:
-            raise SessionError(
-                "messages: the model has no chat template; send its text to /v1/completions as `prompt`, or put a "
-                "chat_template into the model's tokenizer_config.json"
-            )
-        if conversation.tools and not self.renderer.takes_tools:
-            raise SessionError("tools: expected none, the model's chat template shows no tools; leave them out")
-        if conversation.begun and (self.renderer.in_channels or self.renderer.opens_thought(conversation.template)):
-            raise SessionError(
-                "messages: expected a user's or tool's message as the last, since the model begins each answer with a "
-                "thought and no answer can be begun for it; leave the last message out"
-            )
-
-    def check_length(self, field: str, characters: int) -> None:
-        """Raises `ContextOverflow` for a text that cannot fit whatever its tokens are, before it is tokenised."""
-        least = characters // self.renderer.longest_token
-        if least >= self.max_model_len:
-            why = f"expected at most {self.max_model_len - 1} tokens, got at least {least} in {characters} characters"
-            raise ContextOverflow(f"{field}: {why}")
-
-    def reader(self, ask: AnswerRequest, after: Message | None = None) -> AnswerText:
-        """Reader of the answer to a request; `after` is the earlier part of the answer."""
-        conversation = ask.conversation
-        begun = Message(Role.ASSISTANT, conversation.begun) if conversation.begun else None
-        return AnswerText(
-            self.renderer,
-            ask.stops,
-            chat=ask.prompt is None,
-            tools=bool(conversation.tools),
-            template=conversation.template,
-            one_call=ask.one_call,
-            after=after or begun,
-        )
-
-    def grammar(self, ask: AnswerRequest) -> str:
-        """Grammar of the answer to a request; empty for none. Raises `SessionError`."""
-        tools, template = ask.conversation.tools, ask.conversation.template
-        return answer_grammar(self.renderer, ask.schema, ask.wanted, tools, template, one_call=ask.one_call)
-
-    async def prompt_ids(self, ask: AnswerRequest) -> tuple[int, ...]:
-        """Tokens of a request by itself. Raises `SessionError`."""
-        prompt = ask.prompt
-        if prompt is None:
-            prompt = tuple(await self.rendered(ask.conversation))
-        elif isinstance(prompt, str):
-            self.check_length("prompt", len(prompt))
-            prompt = tuple(await self.computed(len(prompt), partial(self.renderer.token_ids, begins=True), prompt))
-        if not 0 < len(prompt) < self.max_model_len:
-            where, longest = "messages" if ask.prompt is None else "prompt", self.max_model_len
-            why = f"expected 1 to {longest - 1} tokens, for a context of {longest}; got {len(prompt)}"
-            raise ContextOverflow(f"{where}: {why}")
-        return prompt
+    answering: Answering
+    call: OpenGeneration
+    ask: AnswerRequest
+    sampling: Sampling
 
 
 class Session:
     """One conversation of one client, with all its branches.
 
-    Invariant: sampled tokens enter the tree before a client sees them. A client that disconnects stops nothing: its
-    retry finds the generation under way, or the answer.
+    Invariant: sampled tokens enter the tree before a client sees them, where the session is trained. A client of such a
+    session that disconnects stops nothing: its retry finds the generation under way, or the answer.
     """
 
-    def __init__(self, context: SessionContext, asked: OpenRequest, priority: int = 0) -> None:
-        """`priority` is the priority of its requests."""
+    def __init__(self, context: SessionContext, asked: OpenRequest, sampler: AnswerSampler) -> None:
         self.token = secrets.token_urlsafe(18)
         self.tree = TokenTree(asked.history_policy, secrets.token_hex(8))
+        self.context = context
         self.ended = ""
         """Reason why the session answers no more; empty while it answers."""
         self.tokens_held = 0
         self.used_s = context.clock()
         """Time of the last request or answer."""
-        self._context = context
+        self._sampler = sampler
         self._sampling = asked.sampling
         self._limits = asked.limits
-        self._priority = priority
         self._began_s = context.clock()
         self._lock = asyncio.Lock()
-        self._generating: dict[int, asyncio.Task[Generation]] = {}
+        self._generating: dict[int, Answering] = {}
 
-    async def generation(self, ask: AnswerRequest) -> Generation:
-        """Answers a request. Raises a `ShoalError`."""
-        began_s = self._context.clock()
-        async with self._lock:
-            if self.ended:
-                raise SessionOver(self.ended)
-            found = self.tree.retried(ask.digest) if ask.is_retry else None
-            if found is not None:
-                self._context.counted["replays"] += 1
-            if isinstance(found, Generation):
-                return found
-            if found is None:
-                self._check_limits()  # tokens sampled before the limit can still be asked for again
-            task = self._generating[found.id] if found is not None else self._begin(await self._open(ask), ask)
-        generation = await asyncio.shield(task)
-        self.used_s = self._context.clock()
-        self._context.latencies_s.append(self.used_s - began_s)
-        return generation
+    @property
+    def is_trained(self) -> bool:
+        """Whether the sampled tokens may be trained."""
+        return self._sampler.is_trained
 
     @property
     def is_busy(self) -> bool:
         """Whether the session is rendering or sampling."""
         return bool(self._generating) or self._lock.locked()
 
+    async def generation(self, ask: AnswerRequest) -> Generation:
+        """The one answer to a request. Raises a `ShoalError`."""
+        (answering,) = await self.answers([ask], asyncio.Queue())
+        return await asyncio.shield(answering.ended)
+
+    async def answers(self, asks: Sequence[AnswerRequest], news: "asyncio.Queue[Answering]") -> list[Answering]:
+        """Begins the answers to the prompts of one request, or finds those to an equal earlier one.
+
+        All prompts are rendered and checked before the first token is sampled. `news` gets an answer when it has grown
+        or ended. Raises a `ShoalError`.
+        """
+        async with self._lock:
+            if self.ended:
+                raise SessionOver(self.ended)
+            answers, opened = list[Answering](), list[_Opened]()
+            try:
+                for ask in asks:
+                    await self._open(ask, answers, opened, news)
+            except BaseException as error:
+                for call in [one for one in self.tree.calls.values() if one.id not in self._generating]:
+                    self.tree.cancel(call)
+                if isinstance(error, ContextOverflow):
+                    self.tree.truncated = True
+                raise
+            for one in opened:
+                self._begin(one)
+        for answering in answers:
+            answering.ended.add_done_callback(partial(_put, news, answering))
+        return answers
+
+    async def leave(self, answers: Sequence[Answering]) -> None:
+        """Ends answers whose client has disconnected, or has all of them, where the session is not trained."""
+        if not self.is_trained:
+            for answering in answers:
+                answering.ended.cancel()
+            await asyncio.gather(*(answering.ended for answering in answers), return_exceptions=True)
+
     async def end(self, reason: str = ENDED) -> None:
         """Refuses new requests and waits for those under way."""
         async with self._lock:  # a request that is being rendered begins first
             self.ended = self.ended or reason
-        await asyncio.gather(*self._generating.values(), return_exceptions=True)
+        await asyncio.gather(*(one.ended for one in self._generating.values()), return_exceptions=True)
 
     def _check_limits(self) -> None:
         sampled = self.tree.generations
@@ -251,132 +153,108 @@ class Session:
             raise SessionOver(f"session: expected at most {self._limits.generations} generations, they are drawn")
         if sum(len(one.completion.token_ids) for one in sampled) >= self._limits.drawn_tokens:
             raise SessionOver(f"session: expected at most {self._limits.drawn_tokens} drawn tokens, they are drawn")
-        if self._context.clock() - self._began_s > self._limits.age_s:
+        if self.context.clock() - self._began_s > self._limits.age_s:
             raise SessionOver(f"session: expected requests within {self._limits.age_s:g} s of its begin")
 
-    async def _open(self, ask: AnswerRequest) -> OpenGeneration:
-        """Opens a generation, with its prompt rendered."""
-        conversation = ask.conversation
-        if ask.prompt is not None:  # a conversation of its own names it, once it is known to fit
-            prompt = await self._context.prompt_ids(ask)
-            named = Conversation((Message(Role.USER, repr(prompt)),), template="tokens")
-            return self._fitting(self.tree.open(self.tree.attach(named), prompt, ask.digest))
+    async def _open(
+        self, ask: AnswerRequest, answers: list[Answering], opened: list[_Opened], news: "asyncio.Queue[Answering]"
+    ) -> None:
+        """Adds the answers to a prompt to `answers`, and those that an earlier request has not begun to `opened`."""
+        opening: _Opening | None = None
+        for choice in range(ask.choices):
+            digest = ask.digest and f"{ask.digest}{len(answers) or ''}"
+            found = self.tree.retried(digest) if ask.is_retry else None
+            if found is not None:
+                self.context.counted["replays"] += 1
+                answers.append(self._found(found, ask, news))
+                continue
+            self._check_limits()  # tokens sampled before the limit can still be asked for again
+            opening = opening or await self._opening(ask)
+            call = self.tree.open(opening.attachment, opening.rendered, digest)
+            self.context.check_fits("messages", len(call.prompt_ids))
+            answering = Answering(call.id, call.prompt_ids, self.context.reader(ask, opening.before), news)
+            answers.append(answering)
+            opened.append(_Opened(answering, call, ask, self._sampling_of(call, opening, choice)))
+
+    def _found(
+        self, found: OpenGeneration | Generation, ask: AnswerRequest, news: "asyncio.Queue[Answering]"
+    ) -> Answering:
+        """Answer to an earlier request."""
+        if isinstance(found, OpenGeneration):
+            return self._generating[found.id]
+        answering = Answering(found.id, self.tree.prompt_ids(found), self.context.reader(ask), news)
+        answering.ended = asyncio.get_running_loop().create_future()
+        answering.ended.set_result(answering.settle(found))
+        return answering
+
+    async def _opening(self, ask: AnswerRequest) -> _Opening:
+        """Renders a prompt."""
+        if ask.prompt is None:
+            attachment, rendered = await self._rendered(ask.conversation)
+        else:  # a conversation of its own names it, once it is known to fit
+            rendered = await self.context.prompt_ids(ask.prompt)
+            named = Conversation((Message(Role.USER, repr(rendered)),), template="tokens")
+            attachment = self.tree.attach(named)
+        written = len(self.context.renderer.token_ids(ask.conversation.begun)) + self.tree.begun_tokens(attachment)
+        parent = attachment.parent if attachment.continues else None
+        before = None if parent is None else self.tree.conversation(parent)[-1]
+        return _Opening(ask, attachment, rendered, self.context.grammar(ask), written, before)
+
+    async def _rendered(self, conversation: Conversation) -> tuple[Attachment, Sequence[int]]:
+        """Place where a conversation goes on, and the tokens from there to the answer."""
         attachment = self.tree.attach(conversation)
-        rendered = await self._bridge(attachment) if attachment.cause is None else None
+        rendered = await self.context.bridge(attachment) if attachment.cause is None else None
         if rendered is None:
             if attachment.cause is None:
                 attachment = self.tree.detached(attachment, Cause.NO_BRIDGE)
-            rendered = await self._context.rendered(conversation)
-        self._context.counted["bridges" if attachment.cause is None else f"forced_{attachment.cause}"] += 1
-        return self._fitting(self.tree.open(attachment, rendered, ask.digest))
+            rendered = await self.context.rendered(conversation)
+        self.context.counted["bridges" if attachment.cause is None else f"forced_{attachment.cause}"] += 1
+        return attachment, rendered
 
-    async def _bridge(self, attachment: Attachment) -> list[int] | None:
-        if attachment.continues:
-            return []
-        return await self._context.computed(
-            _size(attachment.tail, attachment.conversation.tools), self._joint, attachment
-        )
-
-    def _joint(self, attachment: Attachment) -> list[int] | None:
-        conversation, renderer = attachment.conversation, self._context.renderer
-        self._context.check(conversation)
-        self._context.check_length("messages", sum(len(message.content) for message in attachment.tail))
-        bridge = renderer.bridge_ids(attachment.tail, conversation.tools, conversation.template)
-        return None if bridge is None else [*bridge, *renderer.token_ids(conversation.begun)]
-
-    def _fitting(self, call: OpenGeneration) -> OpenGeneration:
-        length, longest = len(call.prompt_ids), self._context.max_model_len
-        if 0 < length < longest:
-            return call
-        self.tree.cancel(call)
-        self.tree.truncated = length >= longest
-        raise ContextOverflow(f"messages: expected 1 to {longest - 1} tokens, for a context of {longest}; got {length}")
-
-    def _begin(self, call: OpenGeneration, ask: AnswerRequest) -> asyncio.Task[Generation]:
+    def _begin(self, one: _Opened) -> None:
         def settled(task: asyncio.Task[Generation]) -> None:
-            self._generating.pop(call.id, None)
-            self._context.tasks.discard(task)
+            self._generating.pop(one.call.id, None)
+            self.context.tasks.discard(task)
             if not task.cancelled():
                 task.exception()  # its waiters get the error
 
-        task = asyncio.get_running_loop().create_task(self._generate(call, ask), name=f"session {self.token[:6]}")
-        self._generating[call.id] = task
-        self._context.tasks.add(task)
+        task = asyncio.get_running_loop().create_task(self._generate(one), name=f"session {self.token[:6]}")
+        one.answering.ended = task
+        self._generating[one.call.id] = one.answering
+        self.context.tasks.add(task)
         task.add_done_callback(settled)
-        return task
 
-    async def _generate(self, call: OpenGeneration, ask: AnswerRequest) -> Generation:
+    async def _generate(self, one: _Opened) -> Generation:
+        answering, call, began_s = one.answering, one.call, self.context.clock()
         try:
-            parent = call.attachment.parent if call.attachment.continues else None
-            text = self._context.reader(ask, None if parent is None else self.tree.conversation(parent)[-1])
-            completion = await self._sampled(call, self._sampling_of(call, ask), text)
+            completion = await self._sampler.completion(answering, one.ask, one.sampling, self.token)
         except BaseException:
             self.tree.cancel(call)
             raise
-        answer = text.whole
+        answer = answering.text.whole
         calls = tuple(
             ToolCall(minted_id(self.token, call.id, index), sampled.name, sampled.arguments)
             for index, sampled in enumerate(answer.calls)
         )
         message = Message(Role.ASSISTANT, answer.content, calls, reasoning=answer.reasoning)
-        self._context.counted["drawn_tokens"] += len(completion.token_ids)
+        self.context.counted["drawn_tokens"] += len(completion.token_ids)
         self.tokens_held += len(call.rendered_ids) + len(completion.token_ids)
         self.tree.truncated = False
-        return self.tree.commit(call, completion, message, ill_formed=answer.ill_formed, stop=text.stop)
+        self.used_s = self.context.clock()
+        self.context.latencies_s.append(self.used_s - began_s)
+        ill_formed, stop = answer.ill_formed, answering.text.stop
+        return answering.settle(self.tree.commit(call, completion, message, ill_formed=ill_formed, stop=stop))
 
-    async def _sampled(self, call: OpenGeneration, sampling: Sampling, text: AnswerText) -> Completion:
-        """Samples an answer up to its stop token, stop text or first call.
-
-        Only a reader of the text sees where a stop text ends, so such an answer is sampled in pieces, and the tokens
-        behind its end are dropped. The end depends on tokens before it alone: the kept ones are sampled as ever.
-        """
-        whole, left = Completion((), (), (), FinishReason.LENGTH), sampling
-        piece = FIRST_PIECE if text.watches else sampling.max_tokens
-        while True:
-            asked = replace(left, max_tokens=min(left.max_tokens, piece))
-            (more,) = await self._context.engine.generate(
-                call.prompt_ids + whole.token_ids, asked, priority=self._priority, session=self.token
-            )
-            if more.finish_reason is FinishReason.ABORT:
-                raise EngineUnavailable("the engine aborted the answer")
-            whole = whole.then(more)
-            rest = sampling.rest(len(whole.token_ids))
-            is_last = len(more.token_ids) < asked.max_tokens or more.finish_reason is FinishReason.STOP or rest is None
-            await self._context.computed(4 * len(whole.token_ids), text.add, more.token_ids, last=is_last)
-            if text.stopped:
-                return _cut(whole, await self._context.computed(4 * len(whole.token_ids), text.kept), call)
-            if rest is None or is_last:
-                return whole
-            left, piece = rest, 2 * piece
-
-    def _sampling_of(self, call: OpenGeneration, ask: AnswerRequest) -> Sampling:
-        """Sampling parameters of this generation. Raises `SessionError` for numbers out of range."""
-        room = self._context.max_model_len - len(call.prompt_ids)
-        stops = self._context.renderer.stop_token_ids
-        own, client = self._sampling, ask.sampling
-        most = room if client.max_tokens is None else min(client.max_tokens, room)
-        made = client.sampling(most, stops)
+    def _sampling_of(self, call: OpenGeneration, opening: _Opening, choice: int) -> Sampling:
+        """Sampling parameters of a generation. Raises `SessionError` for numbers out of range."""
+        own, stops = self._sampling, self.context.renderer.stop_token_ids
+        made = opening.ask.sampling.sampling(self.context.max_model_len - len(call.prompt_ids), stops, choice)
         if own is not None:
             seed = None if own.seed is None else seed_for("session", own.seed, call.id)
-            made = replace(
-                own, max_tokens=min(most, own.max_tokens), stop_token_ids=own.stop_token_ids or stops, seed=seed
-            )
-        begun = len(self._context.renderer.token_ids(ask.conversation.begun)) + self.tree.begun_tokens(call.attachment)
-        return replace(made, grammar=self._context.grammar(ask), begun=begun)
+            most = min(made.max_tokens, own.max_tokens)
+            made = replace(own, max_tokens=most, stop_token_ids=own.stop_token_ids or stops, seed=seed)
+        return replace(made, grammar=opening.grammar, begun=opening.written)
 
 
-def _cut(whole: Completion, size: int, call: OpenGeneration) -> Completion:
-    """First tokens of a completion, which end in a stop text."""
-    experts = len(whole.routing) // max(1, len(call.prompt_ids) + len(whole.token_ids) - 1)
-    return Completion(
-        whole.token_ids[:size],
-        whole.logprobs[:size],
-        whole.versions[:size],
-        FinishReason.STOP,
-        whole.routing[: experts * (len(call.prompt_ids) + size - 1)],
-        tuple(index for index in whole.forced if index < size),
-    )
-
-
-def _size(messages: tuple[Message, ...], tools: str) -> int:
-    return len(tools) + sum(len(message.content) for message in messages)
+def _put(news: "asyncio.Queue[Answering]", answering: Answering, _: object) -> None:
+    news.put_nowait(answering)

@@ -31,12 +31,11 @@ from shoal.observe.metrics import trackers_of
 from shoal.run.devices import Threads
 from shoal.run.plan import model_directory
 from shoal.run.run_dir import write_resolved
-from shoal.run.training import write_model
 from shoal.tasks.jsonl import rows_of
 from shoal.tasks.library import held_out
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Json, Message, Role, Sample, seed_for
-from shoal.weights.store import ADAPTER_FILE, FILE
+from shoal.weights.store import ADAPTER_FILE, FILE, write_model
 
 Rows: TypeAlias = tuple[Sample, ...]
 """Rows of one conversation, or the preferred answer's row and the other's."""

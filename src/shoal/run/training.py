@@ -8,7 +8,6 @@ names it; `--resume` continues from the log.
 """
 
 import asyncio
-import shutil
 import tempfile
 import time
 from collections.abc import Hashable, Sequence
@@ -20,7 +19,7 @@ from statistics import fmean
 from shoal.cluster.gang import RankLost
 from shoal.config import QUESTIONS, Config
 from shoal.config.credentials import refuse_masked
-from shoal.errors import ChildDied, ConfigError, RunDirError
+from shoal.errors import ChildDied, ConfigError
 from shoal.interfaces import Scorer, WholeExchange
 from shoal.net.process import cores
 from shoal.observe.metrics import read_records, stage
@@ -46,7 +45,7 @@ from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
 from shoal.trainer.worker import Rank, TrainerProcess
 from shoal.types import Sampling, Split
-from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
+from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore, write_model
 
 PARITY_TOKENS = 24
 MOST_GANGS = 16
@@ -272,21 +271,3 @@ async def logprob_mismatch(parts: LoopDeps, prepared: Prepared, *, same_weights:
             f"expected at most {bound:.0e}; check that both load the same model in the same dtype"
         )
     return mismatch
-
-
-def write_model(model_dir: Path, weights: Path, run_dir: Path) -> None:
-    """Writes the trained model as a Hugging Face directory: settings and tokenizer of the original, other weights.
-
-    Adapters are merged into these weights, and `adapter/` has them by themselves. A Version has one of both, and the
-    trainer writes the other afterwards.
-    """
-    target = run_dir / "model"
-    try:
-        shutil.copytree(model_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
-        if (weights / FILE).is_file():
-            shutil.copyfile(weights / FILE, target / FILE)
-        for file in weights.glob("adapter_*"):
-            (run_dir / "adapter").mkdir(exist_ok=True)
-            shutil.copyfile(file, run_dir / "adapter" / file.name)
-    except OSError as error:
-        raise RunDirError(f"{target} cannot be written: {error}; free space, then --resume") from error

@@ -57,14 +57,13 @@ def chat(serving: Serving, **asked: Any) -> Any:
 
 
 def test_greedy_logprobs_are_those_of_the_model_and_the_best_come_first(serving: Serving) -> None:
-    (choice,) = chat(
-        serving, temperature=0, logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True}
-    ).choices
+    answer = chat(serving, temperature=0, logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True})
+    (choice,) = answer.choices
     directory = model_directory("demo")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    row = torch.tensor([[*choice.prompt_token_ids, *choice.token_ids]])
+    row = torch.tensor([[*answer.prompt_token_ids, *choice.token_ids]])
     with torch.inference_mode():
-        logp_TV = model(row).logits[0].log_softmax(-1)[len(choice.prompt_token_ids) - 1 : -1]
+        logp_TV = model(row).logits[0].log_softmax(-1)[len(answer.prompt_token_ids) - 1 : -1]
     assert len(choice.logprobs.content) == len(choice.token_ids) > 2
     for entry, token, logp_V in zip(choice.logprobs.content, choice.token_ids, logp_TV, strict=True):
         assert entry.logprob == pytest.approx(logp_V[token].item(), abs=1e-3)

@@ -1,0 +1,191 @@
+"""Inner form of a request, in which all APIs meet, and the context that renders it to tokens."""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import msgspec
+
+from shoal.errors import ContextOverflow, SessionError
+from shoal.gateway.answer_text import AnswerText
+from shoal.gateway.conversation import Conversation
+from shoal.gateway.grammars import answer_grammar
+from shoal.interfaces import LogitRules
+from shoal.types import Message, Role, Sampling, seed_for
+
+if TYPE_CHECKING:
+    from shoal.gateway.token_tree import Attachment, Generation
+    from shoal.model.chat_template import ChatRenderer
+
+LATENCIES_KEPT = 4096
+INLINE_CHARACTERS = 2048
+"""Characters up to which tokenising takes less time than a thread that competes for the interpreter."""
+NO_MESSAGES = Conversation(())
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class SamplingRequest(msgspec.Struct, kw_only=True):
+    """Sampling parameters that a client asks for; None was not asked for."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop_token_ids: list[int] | None = None
+
+    def sampling(self, room: int, stop_token_ids: tuple[int, ...], choice: int = 0) -> Sampling:
+        """Sampling of at most `room` tokens; all that was not asked for is off. Raises `SessionError`.
+
+        The first choice has the request's seed, so that it is what it would be alone.
+        """
+        names = ("temperature", "top_p", "min_p")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        stops = (*stop_token_ids, *(self.stop_token_ids or ()))
+        seed = self.seed if self.seed is None or choice == 0 else seed_for("choice", self.seed, choice)
+        most = room if self.max_tokens is None else min(self.max_tokens, room)
+        try:
+            return Sampling(most, top_k=max(self.top_k or 0, 0), stop_token_ids=stops, seed=seed, **given)
+        except ValueError as error:
+            raise SessionError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerRequest:
+    """Request for answers to one prompt, of any API."""
+
+    conversation: Conversation = NO_MESSAGES
+    sampling: SamplingRequest = field(default_factory=SamplingRequest)
+    choices: int = 1
+    """Number of answers."""
+    digest: str = ""
+    is_retry: bool = False
+    streams: bool = False
+    """Whether the client wants each token as it comes."""
+    prompt: str | tuple[int, ...] | None = None
+    """Prompt as text or tokens, in place of a conversation."""
+    stops: tuple[str, ...] = ()
+    """Texts that end the answer."""
+    one_call: bool = False
+    """Whether the answer ends after its first tool call."""
+    schema: str = ""
+    """JSON Schema that the answer satisfies; empty for none."""
+    wanted: tuple[str, ...] = ()
+    """Names of the tools of which the answer calls one; empty where it may do without."""
+    rules: LogitRules = field(default_factory=LogitRules)
+    """Rules of the logits, in sessions that are not trained."""
+    scores_prompt: bool = False
+    """Whether the logprobs of the prompt's tokens are wanted, in sessions that are not trained."""
+    samples: bool = True
+    """False where only the prompt is scored."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContext:
+    """Parts that all sessions share."""
+
+    renderer: "ChatRenderer"
+    max_model_len: int
+    pool: ThreadPoolExecutor
+    clock: Callable[[], float]
+    tasks: "set[asyncio.Task[Generation]]" = field(default_factory=set)
+    counted: Counter[str] = field(default_factory=Counter)
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=LATENCIES_KEPT))
+
+    async def computed(self, size: int, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
+        """Result of a function on about `size` characters; long texts run in a thread to keep the event loop free."""
+        if size <= INLINE_CHARACTERS:
+            return function(*args, **options)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self.pool, lambda: function(*args, **options))
+
+    async def rendered(self, conversation: Conversation) -> list[int]:
+        """Tokens of a whole conversation, up to where the answer goes on. Raises `SessionError`."""
+        return await self.computed(_size(conversation.messages, conversation.tools), self._whole, conversation)
+
+    async def bridge(self, attachment: "Attachment") -> list[int] | None:
+        """Tokens between an answer and the next one; None where the template has no bridge. Raises `SessionError`."""
+        if attachment.continues:
+            return []
+        return await self.computed(_size(attachment.tail, attachment.conversation.tools), self._joint, attachment)
+
+    async def prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Tokens of a prompt that is no conversation. Raises `SessionError`."""
+        if isinstance(prompt, str):
+            self._check_length("prompt", len(prompt))
+            prompt = tuple(await self.computed(len(prompt), partial(self.renderer.token_ids, begins=True), prompt))
+        self.check_fits("prompt", len(prompt))
+        return prompt
+
+    def check_fits(self, field: str, length: int) -> None:
+        """Raises `ContextOverflow` for a prompt of so many tokens that leaves no room for an answer."""
+        if not length:
+            raise SessionError(f"{field}: expected at least one token, got none")
+        if length >= (longest := self.max_model_len):
+            why = f"expected 1 to {longest - 1} tokens, for a context of {longest}; got {length}"
+            raise ContextOverflow(f"{field}: {why}")
+
+    def reader(self, ask: AnswerRequest, after: Message | None = None) -> AnswerText:
+        """Reader of the answer to a request; `after` is the earlier part of the answer."""
+        conversation = ask.conversation
+        begun = Message(Role.ASSISTANT, conversation.begun) if conversation.begun else None
+        return AnswerText(
+            self.renderer,
+            ask.stops,
+            chat=ask.prompt is None,
+            tools=bool(conversation.tools),
+            template=conversation.template,
+            one_call=ask.one_call,
+            after=after or begun,
+        )
+
+    def grammar(self, ask: AnswerRequest) -> str:
+        """Grammar of the answer to a request; empty for none. Raises `SessionError`."""
+        tools, template = ask.conversation.tools, ask.conversation.template
+        return answer_grammar(self.renderer, ask.schema, ask.wanted, tools, template, one_call=ask.one_call)
+
+    def _whole(self, conversation: Conversation) -> list[int]:
+        self._check(conversation)
+        self._check_length("messages", sum(len(message.content) for message in conversation.messages))
+        whole = self.renderer.prompt_ids(conversation.messages, conversation.tools, conversation.template)
+        return [*whole, *self.renderer.token_ids(conversation.begun)]
+
+    def _joint(self, attachment: "Attachment") -> list[int] | None:
+        conversation = attachment.conversation
+        self._check(conversation)
+        self._check_length("messages", sum(len(message.content) for message in attachment.tail))
+        bridge = self.renderer.bridge_ids(attachment.tail, conversation.tools, conversation.template)
+        return None if bridge is None else [*bridge, *self.renderer.token_ids(conversation.begun)]
+
+    def _check(self, conversation: Conversation) -> None:
+        """Raises `SessionError` for a conversation that the model's chat template cannot show."""
+        if not self.renderer.has_template:
+            raise SessionError(
+                "messages: the model has no chat template; send its text to /v1/completions as `prompt`, or put a "
+                "chat_template into the model's tokenizer_config.json"
+            )
+        if conversation.tools and not self.renderer.takes_tools:
+            raise SessionError("tools: expected none, the model's chat template shows no tools; leave them out")
+        if conversation.begun and (self.renderer.in_channels or self.renderer.opens_thought(conversation.template)):
+            raise SessionError(
+                "messages: expected a user's or tool's message as the last, since the model begins each answer with a "
+                "thought and no answer can be begun for it; leave the last message out"
+            )
+
+    def _check_length(self, field: str, characters: int) -> None:
+        """Raises `ContextOverflow` for a text that cannot fit whatever its tokens are, before it is tokenised."""
+        least = characters // self.renderer.longest_token
+        if least >= self.max_model_len:
+            why = f"expected at most {self.max_model_len - 1} tokens, got at least {least} in {characters} characters"
+            raise ContextOverflow(f"{field}: {why}")
+
+
+def _size(messages: tuple[Message, ...], tools: str) -> int:
+    return len(tools) + sum(len(message.content) for message in messages)

@@ -1,0 +1,178 @@
+"""Samplers of a session: engines whose tokens are trained, or a model server whose tokens are not."""
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from shoal.errors import EngineUnavailable
+from shoal.gateway.answer_text import AnswerText
+from shoal.gateway.token_tree import Generation
+from shoal.interfaces import Engine, ModelServer, ServedToken
+from shoal.types import Completion, FinishReason, Message, Role, Sampling
+
+if TYPE_CHECKING:
+    from shoal.gateway.answer_request import AnswerRequest, SessionContext
+
+FIRST_PIECE = 64
+"""Tokens of the first piece of an answer that may end before its stop token; each later piece doubles it."""
+EVERY = 8
+"""Tokens between two searches for the end of such an answer at a model server, unless a stream wants them sooner."""
+
+
+@dataclass(eq=False, slots=True)
+class Answering:
+    """One answer to a request: what is sampled so far, and the generation once it is whole."""
+
+    id: int
+    """Id of the generation."""
+    prompt_ids: tuple[int, ...]
+    text: AnswerText
+    news: "asyncio.Queue[Answering]"
+    """Gets the answer whenever it has grown for a stream, and when it has ended."""
+    ended: "asyncio.Future[Generation]" = field(init=False)
+    generation: Generation | None = None
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[float] = ()
+    """Nats."""
+    tops: Sequence[tuple[tuple[int, float], ...]] = ()
+    """Most likely tokens in the place of each token, where a model server samples."""
+    scored: tuple[ServedToken, ...] = ()
+    """Tokens of the prompt after its first, where their logprobs are wanted."""
+    hidden: int = 0
+    """Number of the last tokens that are the stop text and have no logprobs in the answer."""
+
+    @property
+    def message(self) -> Message:
+        """Answer as the client receives it, without the beginning that it gave itself."""
+        if self.generation is not None:
+            return self.generation.said
+        return Message(Role.ASSISTANT, self.text.content, reasoning=self.text.reasoning)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Reason why the answer ended: `stop` or `length`, since an aborted answer is an error; None before."""
+        return None if self.generation is None else self.generation.completion.finish_reason
+
+    def settle(self, generation: Generation) -> Generation:
+        """Sets the whole answer."""
+        self.generation, sampled = generation, generation.completion
+        self.token_ids, self.logprobs = sampled.token_ids, sampled.logprobs
+        return generation
+
+
+class AnswerSampler(Protocol):
+    """Samples the answers of a session."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the tokens may be trained: their logprobs are the behaviour's, and clients cannot stop an answer."""
+
+    async def completion(
+        self, answering: Answering, ask: "AnswerRequest", sampling: Sampling, session: str
+    ) -> Completion:
+        """Samples an answer up to its stop token, stop text or first call, and reads its text.
+
+        `session` is the session's token. Raises an `EngineError`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSampler:
+    """Implements `AnswerSampler` with engines that record logprobs and Versions as sampled."""
+
+    context: "SessionContext"
+    engine: Engine
+    priority: int = 0
+    is_trained = True
+
+    async def completion(
+        self, answering: Answering, ask: "AnswerRequest", sampling: Sampling, session: str
+    ) -> Completion:
+        """Implements `AnswerSampler`.
+
+        Only a reader of the text sees where a stop text ends, so such an answer is sampled in pieces, and the tokens
+        behind its end are dropped. The end depends on tokens before it alone: the kept ones are sampled as ever.
+        """
+        whole, left = Completion((), (), (), FinishReason.LENGTH), sampling
+        text, prompt_ids = answering.text, answering.prompt_ids
+        piece = FIRST_PIECE if text.watches else sampling.max_tokens
+        while True:
+            asked = replace(left, max_tokens=min(left.max_tokens, piece))
+            (more,) = await self.engine.generate(
+                prompt_ids + whole.token_ids, asked, priority=self.priority, session=session
+            )
+            _check_whole(more.finish_reason)
+            whole = whole.then(more)
+            rest = sampling.rest(len(whole.token_ids))
+            is_last = len(more.token_ids) < asked.max_tokens or more.finish_reason is FinishReason.STOP or rest is None
+            size = 4 * len(whole.token_ids)
+            await self.context.computed(size, text.add, more.token_ids, last=is_last)
+            if text.stopped:
+                return _cut(whole, await self.context.computed(size, text.kept), len(prompt_ids))
+            if rest is None or is_last:
+                return whole
+            left, piece = rest, 2 * piece
+
+
+@dataclass(frozen=True, slots=True)
+class UntrainedSampler:
+    """Implements `AnswerSampler` with a model server: each token may be sent at once, and the logits may have rules.
+
+    Logprobs are those of the model itself; its weights are Version 0. A client that disconnects ends its answer.
+    """
+
+    context: "SessionContext"
+    server: ModelServer
+    is_trained = False
+
+    async def completion(
+        self, answering: Answering, ask: "AnswerRequest", sampling: Sampling, session: str
+    ) -> Completion:
+        """Implements `AnswerSampler`."""
+        text, prompt_ids = answering.text, answering.prompt_ids
+        if ask.scores_prompt and len(prompt_ids) > 1:
+            answering.scored = tuple(await self.server.prompt_logprobs(prompt_ids, ask.rules.top))
+        if not ask.samples:
+            return Completion((), (), (), FinishReason.LENGTH)
+        ids, logprobs, tops = list[int](), list[float](), list[tuple[tuple[int, float], ...]]()
+        answering.token_ids, answering.logprobs, answering.tops = ids, logprobs, tops
+        every = 1 if ask.streams else EVERY if text.watches else 0
+        async with aclosing(self.server.stream(prompt_ids, sampling, ask.rules, every=every)) as stream:
+            async for new in stream:
+                _check_whole(new.finish_reason)
+                more = [one.id for one in new.tokens]
+                ids += more
+                logprobs += [min(one.logprob, 0.0) for one in new.tokens]
+                tops += [one.top for one in new.tokens]
+                size = 4 * len(ids) if text.parses else 0
+                await self.context.computed(size, text.add, more, last=new.finish_reason is not None)
+                reason = FinishReason.STOP if text.stopped else new.finish_reason
+                if reason is not None:
+                    break
+                if ask.streams:
+                    answering.news.put_nowait(answering)
+        if text.stopped:
+            kept, shown = await self.context.computed(4 * len(ids), lambda: (text.kept(), text.shown()))
+            answering.hidden = kept - shown
+            del ids[kept:], logprobs[kept:], tops[kept:]
+        return Completion(tuple(ids), tuple(logprobs), (0,) * len(ids), reason or FinishReason.LENGTH)
+
+
+def _check_whole(reason: FinishReason | None) -> None:
+    if reason is FinishReason.ABORT:
+        raise EngineUnavailable("the engine aborted the answer")
+
+
+def _cut(whole: Completion, size: int, prompt: int) -> Completion:
+    """First tokens of a completion of a prompt of so many tokens; they end in a stop text."""
+    experts = len(whole.routing) // max(1, prompt + len(whole.token_ids) - 1)
+    return Completion(
+        whole.token_ids[:size],
+        whole.logprobs[:size],
+        whole.versions[:size],
+        FinishReason.STOP,
+        whole.routing[: experts * (prompt + size - 1)],
+        tuple(index for index in whole.forced if index < size),
+    )
