@@ -21,7 +21,7 @@ def test_no_held_out_question_is_repeated_to_fill_a_number(asked: int, tmp_path:
     distinct = {task.messages for task in service.tasks(Split.EVAL)}
     tasks, told = held_out_tasks(service, asked)
     questions = [task.messages for task in tasks]
-    assert len(questions) == len(set(questions)) <= min(asked, len(distinct))
+    assert len(questions) == len(set(questions)) == min(asked, len(distinct))
     if asked == 128:
         assert set(questions) == distinct
         assert told.startswith(f"eval.questions asks for 128 held-out questions, of which {len(distinct)} are distinct")

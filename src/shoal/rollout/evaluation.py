@@ -62,11 +62,14 @@ class Evaluation:
 
 
 def held_out_tasks(service: Environment, questions: int) -> tuple[list[Task], str]:
-    """The first held-out tasks, each question once, and a sentence where they are fewer than asked."""
-    drawn = [service.draw(Split.EVAL, index) for index in range(questions)]
-    found = list({_asked(task): task for task in reversed(drawn)}.values())[::-1]
-    if len(found) == questions:
-        return found, ""
+    """The first distinct held-out tasks, and a sentence where twice as many draws give fewer than asked."""
+    distinct: dict[tuple[object, ...], Task] = {}
+    for index in range(2 * questions):
+        task = service.draw(Split.EVAL, index)
+        distinct.setdefault(_asked(task), task)
+        if len(distinct) == questions:
+            return list(distinct.values()), ""
+    found = list(distinct.values())
     return found, (
         f"eval.questions asks for {questions} held-out questions, of which {len(found)} are distinct; each is answered "
         "once. For more, raise tasks.eval_share of files or give more rows; for generators widen tasks.params"
