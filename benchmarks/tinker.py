@@ -46,26 +46,28 @@ def compared(service: "ServiceClient", name: str, model: Path, *, rounds: int) -
     """Figures of a running server, whose model `name` is the one in the directory `model`."""
     from tinker import types
 
-    from shoal.tinker.data import Datum
-    from shoal.tinker.messages import Adam, Adapter
-    from shoal.tinker.models import GradientJob, TrainedModels
+    from shoal.config import ModelConfig
+    from shoal.trainer.messages import Adam, Adapter, Datum, Gradient, Open
+    from shoal.trainer.models import TrainedModels
 
     rows = [[3 + (7 * i + 5 * j) % 80 for j in range(TOKENS + 1)] for i in range(ROWS)]
-    models = TrainedModels({name: model})
-    models.open("own", name, Adapter(RANK))
-    data = [Datum(row[:-1], torch.tensor(row[1:]), {"weights": torch.ones(TOKENS)}) for row in rows]
-    job = GradientJob("own", data, "cross_entropy", {}, backward=True)
+    models = TrainedModels()
+    models.open(Open("own", str(model), ModelConfig(device="cpu").model_dump_json(), Adapter(RANK)))
+    weights = torch.ones(TOKENS).numpy().tobytes()
+    ids = [torch.tensor(row, dtype=torch.int32).numpy() for row in rows]
+    data = [Datum(one[:-1].tobytes(), one[1:].tobytes(), (TOKENS,), {"weights": weights}) for one in ids]
+    job = Gradient("own", tuple(data), "cross_entropy", {})
 
     def native() -> None:
-        models.forward_backward([job])
-        models.optim_step("own", Adam())
+        models.accumulate([job])
+        models["own"].update(Adam())
 
     client = service.create_lora_training_client(base_model=name, rank=RANK).result()
-    weights = types.TensorData.from_torch(torch.ones(TOKENS))
+    ones = types.TensorData.from_torch(torch.ones(TOKENS))
     given = [
         types.Datum(
             types.ModelInput.from_ints(row[:-1]),
-            {"target_tokens": types.TensorData.from_torch(torch.tensor(row[1:])), "weights": weights},
+            {"target_tokens": types.TensorData.from_torch(torch.tensor(row[1:])), "weights": ones},
         )
         for row in rows
     ]
@@ -82,7 +84,7 @@ def compared(service: "ServiceClient", name: str, model: Path, *, rounds: int) -
         "step": step,
         "native_step": native,
         "forward_backward": lambda: client.forward_backward(given, "cross_entropy").result(),
-        "native_forward_backward": lambda: models.forward_backward([job]),
+        "native_forward_backward": lambda: models.accumulate([job]),
         "sample": lambda: sampler.sample(prompt, 1, token).result(),
     }
     seconds: dict[str, list[float]] = {name: [] for name in turns}

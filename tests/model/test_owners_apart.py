@@ -17,8 +17,7 @@ from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs, target_logprobs
 from shoal.model.routing import routers_of
 from shoal.model.training_forward import fastest_forward
-from shoal.tinker.adapters import Adapters
-from shoal.tinker.messages import Adapter
+from shoal.trainer.adapters import Adapters, layers_of_kind
 
 KINDS: dict[str, dict[str, object]] = {
     "Qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -98,8 +97,10 @@ def test_an_owner_gets_the_same_logprobs_and_gradient_beside_weights_that_are_no
     """Adapters of two owners on one base model, in either order."""
     adapters = Adapters(load_model(path))
     ours, theirs = (1, 2) if first else (2, 1)
-    mine = adapters.add(ours, Adapter(rank=2, seed=seed))
-    broken = adapters.add(theirs, Adapter(rank=2, seed=seed + 1))
+    layers = layers_of_kind(adapters.model, attention=True, mlp=True)
+    for owner in (ours, theirs):
+        adapters.add(owner, layers, rank=2, alpha=32.0, seed=seed + owner)
+    mine, broken = adapters.parameters(ours), adapters.parameters(theirs)
     generator = torch.Generator().manual_seed(seed)
     for parameter in (*mine.values(), *broken.values()):
         parameter.data.normal_(std=0.1, generator=generator)

@@ -11,19 +11,23 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tinker.proto import tinker_public_pb2 as pb
 
 from fuzz_attack import mutated
 from fuzz_tinker import POLICY, POSTS, floats, gradients, proto
 from shoal import wire
-from shoal.errors import ChildDied, EngineError, ModelError, RequestRefused
+from shoal.config import ModelConfig
+from shoal.errors import ChildDied, EngineError, ModelError, RequestRefused, TrainerError
 from shoal.tinker import messages as m
-from shoal.tinker.models import TrainedModels
 from shoal.tinker.service import ServerSettings, TinkerService
 from shoal.tinker.store import Sampler, Store
-from shoal.tinker.worker import _answer
+from shoal.tinker.worker import Base, _answer
+from shoal.trainer.messages import MOST_RATE, Adam, Adapter, Open
+from shoal.trainer.models import TrainedModels
 from until import until
 
 WAIT_S = 60
@@ -137,11 +141,19 @@ def test_a_request_that_raises_or_cannot_be_read_ends_only_itself_also_after_a_r
     assert {state for _, state in states} == {"done"}
 
 
+MODEL_JSON = ModelConfig(device="cpu").model_dump_json()
+
+
 @pytest.fixture(scope="module")
 def models(tiny_model_dir: Path) -> TrainedModels:
-    models = TrainedModels({"tiny": tiny_model_dir})
-    models.open("model", "tiny", m.Adapter(2))
+    models = TrainedModels()
+    models.open(Open("model", str(tiny_model_dir), MODEL_JSON, Adapter(2)))
     return models
+
+
+@pytest.fixture
+def base(tiny_model_dir: Path) -> Base:
+    return Base({"tiny": tiny_model_dir}, MODEL_JSON)
 
 
 HONEST = [body for route, body in POSTS.items() if route.startswith("forward_backward")] + [
@@ -152,58 +164,71 @@ HONEST = [body for route, body in POSTS.items() if route.startswith("forward_bac
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), changes=st.integers(1, 4), honest=st.sampled_from(HONEST))
 def test_rows_of_any_kind_are_refused_by_field_or_computed_and_no_bug_of_the_trainers(
-    models: TrainedModels, seed: int, changes: int, honest: dict[str, Any]
+    models: TrainedModels, base: Base, seed: int, changes: int, honest: dict[str, Any]
 ) -> None:
     dice, body = Random(seed), {**honest, "model_id": "model", "seq_id": 1}
     for _ in range(changes):
         part = dice.choice(["data", "data", "data", "config", "loss_fn"])
         body = {**body, part: mutated(body[part], dice)}
     frame = wire.encode(m.ForwardBackward((proto(body, dice),)))
-    (answer,) = (m.answer_from(said) for said in _answer(models, frame, Path()))
+    (answer,) = (m.answer_from(said) for said in _answer(models, base, frame, Path()))
     assert isinstance(answer, m.CarriedOut), answer
     (of_model,) = answer.parts
     assert isinstance(of_model, m.CarriedOut) or of_model.refused
 
 
-def test_a_model_that_is_not_open_can_be_asked_anything(models: TrainedModels, tmp_path: Path) -> None:
+def test_a_model_that_is_not_open_can_be_asked_anything(models: TrainedModels, base: Base, tmp_path: Path) -> None:
     asked: list[m.Request] = [
         m.Close("none"),
-        m.OptimStep("none", m.Adam()),
+        m.OptimStep("none", Adam()),
         m.Save("none", str(tmp_path)),
         m.Save("none", str(tmp_path), served=True),
         m.Load("none", str(tmp_path), optimizer=True),
         m.Load("model", str(tmp_path), optimizer=True),
-        m.Open("new", "tiny", m.Adapter(2), str(tmp_path / "gone")),
-        m.Open("new", "another base", m.Adapter(2)),
-        m.OptimStep("new", m.Adam()),
+        m.Open("new", "tiny", Adapter(2), str(tmp_path / "gone")),
+        m.Open("new", "another base", Adapter(2)),
+        m.OptimStep("new", Adam()),
     ]
     for request in asked:
-        (answer,) = (m.answer_from(said) for said in _answer(models, wire.encode(request), Path()))
+        (answer,) = (m.answer_from(said) for said in _answer(models, base, wire.encode(request), Path()))
         refused = isinstance(answer, m.Failed) and answer.refused
         assert refused or request == m.Close("none"), (request, answer)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    rate=st.floats(0, m.MOST_RATE), decay=st.floats(0, m.MOST_RATE), eps=st.sampled_from([0.0, 1e-300, 1e-12, 0.5]),
+    rate=st.floats(0, MOST_RATE), decay=st.floats(0, MOST_RATE), eps=st.sampled_from([0.0, 1e-300, 1e-12, 0.5]),
     beta1=st.floats(0, 1, exclude_max=True), beta2=st.floats(0, 1, exclude_max=True),
     clip=st.sampled_from([0.0, 1e-30, 1.0, 1e38]), grad=st.sampled_from([0.0, 1e-30, 1.0, 1e20, 1e38, float("inf")]),
 )  # fmt: skip
 def test_a_step_leaves_finite_weights_or_the_ones_that_were(
-    models: TrainedModels, rate: float, decay: float, eps: float, beta1: float, beta2: float, clip: float, grad: float
+    models: TrainedModels,
+    tiny_model_dir: Path,
+    rate: float,
+    decay: float,
+    eps: float,
+    beta1: float,
+    beta2: float,
+    clip: float,
+    grad: float,
 ) -> None:
-    models.open("stepped", "tiny", m.Adapter(2))
-    trained = models._of("stepped")
-    for parameter in trained.parameters.values():
+    models.open(Open("stepped", str(tiny_model_dir), MODEL_JSON, Adapter(2)))
+    trained = models["stepped"]
+    assert trained.adapters is not None
+    parameters = trained.adapters.parameters(trained.owner)
+    for parameter in parameters.values():
         parameter.grad = parameter.detach() * 0 + grad
-    before = {name: parameter.detach().clone() for name, parameter in trained.parameters.items()}
-    try:
-        models.optim_step("stepped", m.Adam(rate, beta1, beta2, eps, decay, clip))
-    except RequestRefused:
-        assert all(bool((trained.parameters[name] == weight).all()) for name, weight in before.items())
-        assert not trained.first
-        assert trained.steps == 0
-    else:
-        kept = (*trained.parameters.values(), *trained.first.values(), *trained.second.values())
-        assert all(bool(tensor.isfinite().all()) for tensor in kept)
+    before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    with TemporaryDirectory() as folder:
+        try:
+            trained.update(Adam(rate, beta1, beta2, eps, decay, clip))
+        except TrainerError:
+            assert trained.updates == 0
+            trained.save(Path(folder))
+            assert load_file(Path(folder) / "optimizer.safetensors").keys() == {"updates", "since_reset"}
+            assert all(torch.equal(parameters[name], weight) for name, weight in before.items())
+        else:
+            trained.save(Path(folder))
+            files = [load_file(path) for path in Path(folder).iterdir()]
+            assert all(bool(tensor.isfinite().all()) for file in files for tensor in file.values())
     models.close("stepped")

@@ -134,7 +134,7 @@ def test_the_critic_learns_at_its_own_rate_and_the_schedule_moves_both() -> None
     config = TrainConfig.model_validate(
         {"lr": 1e-3, "steps": 2, "lr_schedule": "linear", "critic": {"lr": 1e-1}, "advantage": "gae"}
     )
-    optimizer = Optimizer(model, config, {"value_head.weight": head.weight})
+    optimizer = Optimizer(dict(model.named_parameters()), config, {"value_head.weight": head.weight})
     for share in (1.0, 0.5):
         before = [model.weight.detach().clone(), head.weight.detach().clone()]
         for parameter in (model.weight, head.weight):

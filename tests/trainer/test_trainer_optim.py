@@ -34,7 +34,7 @@ def test_every_update_leaves_finite_weights_and_moments_or_changes_nothing(
 ) -> None:
     weight, head = nn.Linear(2, 2, bias=False), nn.Parameter(torch.zeros(2, 2))
     section = {"lr": rate, "betas": betas, "max_grad_norm": most, "weight_decay": decay, "critic": {"lr": of_head}}
-    optimizer = Optimizer(weight, TrainConfig.model_validate(section), {"head": head})
+    optimizer = Optimizer(dict(weight.named_parameters()), TrainConfig.model_validate(section), {"head": head})
     for gradient in gradients:
         state = {"weight": weight.weight.detach(), "head": head.detach(), **optimizer.state()}
         before = {name: one.clone() for name, one in state.items()}
@@ -65,7 +65,7 @@ def test_biases_and_norms_are_never_decayed_whatever_their_shape(tmp_path: Path)
     shape = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
     model = load_model(saved("GptOss", tmp_path, **shape))
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    optimizer = Optimizer(model, TrainConfig(lr=0.5, weight_decay=0.5))
+    optimizer = Optimizer(dict(model.named_parameters()), TrainConfig(lr=0.5, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
         parameter.data.add_(1.0)

@@ -138,7 +138,7 @@ class KLConfig(Section):
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters instead of all weights (needs the `lora` extra); own engines merge them."""
+    """Low-rank adapters instead of all weights; own engines merge them."""
 
     rank: int = Field(0, ge=0, le=65536, description="Rank of each adapter; 0 trains all weights.")
     alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")

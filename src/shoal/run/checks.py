@@ -3,7 +3,6 @@
 import asyncio
 import os
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -48,8 +47,6 @@ def check_start(config: Config, *, resume: bool = False) -> None:
                 listening_socket("127.0.0.1", int(text.partition(":")[2])).close()
             except ConfigError as error:
                 raise ConfigError(f"metrics.trackers: {text}: {error}") from None
-    if config.train.lora.rank and find_spec("peft") is None:
-        raise ConfigError("train.lora.rank: expected the package peft; pip install 'shoal[lora]' brings it")
     check_run_dir(Path(config.run_dir), resume=resume)
 
 

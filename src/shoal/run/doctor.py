@@ -20,7 +20,6 @@ from shoal.sandbox.runner import strongest
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")
 OPTIONAL = {
     "openai": "tasks.agent = module:function",
-    "peft": "train.lora",
     **dict.fromkeys(KINDS, "metrics.trackers"),
     "llguidance": "response_format of shoal serve",
     "trl": "shoal bench trl",

@@ -43,11 +43,9 @@ async def serve_tinker(
         from shoal.tinker.app import TinkerApp
         from shoal.tinker.service import ServerSettings, TinkerService
     except ModuleNotFoundError as error:
-        if error.name not in ("tinker", "peft"):
+        if error.name != "tinker":
             raise
-        raise ConfigError(
-            f"serve tinker: expected the package {error.name}; pip install 'shoal[tinker]' brings it"
-        ) from None
+        raise ConfigError("serve tinker: expected the package tinker; pip install 'shoal[tinker]' brings it") from None
     bases = dict(_named(model) for model in models)
     keys = tuple(filter(None, os.environ.get(KEYS_VARIABLE, "").split(","))) or (
         KEY_BEGINS + secrets.token_urlsafe(24),

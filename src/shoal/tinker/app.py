@@ -21,12 +21,13 @@ from shoal.net.server import HANDLERS, Refused, body, decoded, json
 from shoal.net.zstd import decompressed
 from shoal.tinker import requests as r
 from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, page
-from shoal.tinker.messages import MOST_ROWS, Adapter
+from shoal.tinker.data import MOST_ROWS
 from shoal.tinker.requests import read
 from shoal.tinker.sampling import checked
 from shoal.tinker.service import TinkerService, new_id
 from shoal.tinker.store import Sampler, SavedWeights, StoredModel, owner_of
 from shoal.tinker.training import LoadBody, Saving
+from shoal.trainer.messages import Adapter
 
 POLL_S = 30.0
 PROTO = "application/x-protobuf"

@@ -8,37 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from shoal import wire
+from shoal.trainer.messages import Adam, Adapter
 
-MOST_ROWS = 1024
-"""Rows of a `forward_backward`; the package splits longer lists by this number."""
 MOST_TTL_S = 10 * 365 * 86_400
 """Ten years, as the Tinker documentation bounds a time to live."""
-MOST_RATE = 1e3
-"""Learning rate and weight decay at most: a greater one leaves no finite weights."""
-
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Rate = Annotated[float, Meta(ge=0, le=MOST_RATE)]
-Share = Annotated[float, Meta(ge=0, lt=1)]
-
-
-class Adapter(msgspec.Struct, frozen=True):
-    """Low-rank adapter of a model."""
-
-    rank: int
-    seed: int = 0
-    attention: bool = True
-    mlp: bool = True
-
-
-class Adam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of one AdamW step, under the API's names and defaults."""
-
-    learning_rate: Rate = 1e-4
-    beta1: Share = 0.9
-    beta2: Share = 0.95
-    eps: Share = 1e-12
-    weight_decay: Rate = 0.0
-    grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):

@@ -16,7 +16,8 @@ from starlette.requests import Request as Http
 
 from shoal.engine.protocol import MAX_BODY_BYTES
 from shoal.net.server import Refused, body, decoded
-from shoal.tinker.messages import MOST_TTL_S, Adam, Seed
+from shoal.tinker.messages import MOST_TTL_S, Seed
+from shoal.trainer.messages import Adam
 from shoal.types import MOST_TOP_K
 
 MOST_JSON_BYTES = 1 << 20

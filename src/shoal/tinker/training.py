@@ -22,6 +22,7 @@ from shoal.tinker.futures import Futures, stored
 from shoal.tinker.requests import head
 from shoal.tinker.store import Sampler, SavedWeights, Store, StoredModel, StoredRequest
 from shoal.tinker.trainer import ModelsTrainer, Trainers, carried_out
+from shoal.trainer.messages import Adam, Adapter
 
 STATE_SHARE = 0.05
 """Share of the time that writing states may take; restarting takes longer when it is written less often."""
@@ -169,7 +170,7 @@ class Training:
                 await asyncio.to_thread(shutil.rmtree, self._folder / "states" / model.id, ignore_errors=True)
                 return msgspec.json.encode({"model_id": model.id, "type": "unload_model"}), None
             case "optim_step":
-                done = await self._ask(m.OptimStep(model.id, stored(request, m.Adam)))
+                done = await self._ask(m.OptimStep(model.id, stored(request, Adam)))
                 if self._on_step is not None:
                     norm, lr = done.metrics["unclipped_grad_l2:mean"], done.metrics["learning_rate"]
                     self._on_step(model.id, done.version, {"grad_norm": norm, "lr": lr, **self._sums.pop(model.id, {})})
@@ -302,7 +303,7 @@ class Training:
             elif request.kind == "optim_step":
                 if request.state == "done":
                     await self._add(gradients)
-                    await self._ask(m.OptimStep(model.id, stored(request, m.Adam)))
+                    await self._ask(m.OptimStep(model.id, stored(request, Adam)))
                 gradients = []  # a step that was refused cleared the gradient
         await self._add(gradients)
 
@@ -318,5 +319,5 @@ class Training:
 
 
 def _opened(model: StoredModel) -> m.Open:
-    adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=m.Adapter)
+    adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
     return m.Open(model.id, model.base, adapter, model.folder, model.optimizer)

@@ -5,7 +5,8 @@ import json
 import socket
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,13 +14,14 @@ from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2 as pb
 
 from shoal import wire
-from shoal.errors import RequestRefused, ShoalError
-from shoal.model.loading import resolve_device
+from shoal.config import ModelConfig
+from shoal.errors import RequestRefused, ShoalError, TrainerError
 from shoal.net.process import die_with_parent, serve
 from shoal.tinker import messages as m
-from shoal.tinker.data import data_of, output_of, settings_in
-from shoal.tinker.losses import LOSSES, MOST_FLOAT, check_inputs, finite, settings_of
-from shoal.tinker.models import GradientJob, TrainedModels
+from shoal.tinker.data import gradient_of, output_of
+from shoal.trainer.adapters import WEIGHTS_FILE
+from shoal.trainer.messages import Gradient, GradientDone, Open
+from shoal.trainer.models import TrainedModels
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -35,14 +37,23 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     bases = {name: Path(path) for name, path in json.loads(options.bases).items()}
-    models = TrainedModels(bases, options.dtype, resolve_device(options.device))
+    base = Base(bases, ModelConfig(dtype=options.dtype, device=options.device).model_dump_json())
+    models = TrainedModels()
     with socket.socket(fileno=options.fd) as connection:
-        serve(connection, lambda frame: _answer(models, frame, options.work))
+        serve(connection, lambda frame: _answer(models, base, frame, options.work))
 
 
-def _answer(models: TrainedModels, frame: bytes, work: Path) -> Iterable[bytes]:
+@dataclass(frozen=True, slots=True)
+class Base:
+    """Models that may be opened, by name, and how they are loaded."""
+
+    paths: Mapping[str, Path]
+    model_json: str
+
+
+def _answer(models: TrainedModels, base: Base, frame: bytes, work: Path) -> Iterable[bytes]:
     try:
-        answer: m.Answer = carried_out(models, m.with_folder(m.request_from(frame), lambda name: work / name))
+        answer: m.Answer = carried_out(models, base, m.with_folder(m.request_from(frame), lambda name: work / name))
     except ShoalError as error:
         answer = m.Failed(str(error), True)
     except Exception as error:  # of this request: raised here, it would end the trainer of all
@@ -51,16 +62,19 @@ def _answer(models: TrainedModels, frame: bytes, work: Path) -> Iterable[bytes]:
     yield wire.encode(answer)
 
 
-def carried_out(models: TrainedModels, request: m.Request) -> m.CarriedOut:
+def carried_out(models: TrainedModels, base: Base, request: m.Request) -> m.CarriedOut:
     """Carries out one request."""
     match request:
         case m.Open():
-            models.open(request.model_id, request.base, request.adapter)
+            if request.base not in base.paths:
+                raise RequestRefused(f"base_model: expected one of {', '.join(base.paths)}; got {request.base!r}")
+            path, name = str(base.paths[request.base]), request.model_id
+            models.open(Open(name, path, base.model_json, request.adapter))
             if request.folder:
                 try:
-                    models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
+                    models[name].load(Path(request.folder), optimizer=request.optimizer)
                 except BaseException:
-                    models.close(request.model_id)
+                    models.close(name)
                     raise
         case m.Close():
             models.close(request.model_id)
@@ -68,56 +82,42 @@ def carried_out(models: TrainedModels, request: m.Request) -> m.CarriedOut:
         case m.ForwardBackward():
             return forward_backward(models, request.bodies)
         case m.OptimStep():
-            metrics = models.optim_step(request.model_id, request.adam)
-            return m.CarriedOut(models.steps(request.model_id), metrics=metrics)
+            norm, updates = models[request.model_id].update(request.adam), models[request.model_id].updates
+            lr = request.adam.learning_rate
+            metrics = {"unclipped_grad_l2:mean": norm, "learning_rate": lr, "version": float(updates)}
+            return m.CarriedOut(updates, metrics=metrics)
         case m.Save(served=True):
-            models.write_served(request.model_id, Path(request.folder))
+            models.write_weights(request.model_id, Path(request.folder) / WEIGHTS_FILE)
         case m.Save():
-            models.save(request.model_id, Path(request.folder))
+            models[request.model_id].save(Path(request.folder))
         case m.Load():
-            models.load(request.model_id, Path(request.folder), optimizer=request.optimizer)
-    return m.CarriedOut(models.steps(request.model_id))
+            models[request.model_id].load(Path(request.folder), optimizer=request.optimizer)
+    return m.CarriedOut(models[request.model_id].updates)
 
 
 def forward_backward(models: TrainedModels, bodies: Sequence[bytes]) -> m.CarriedOut:
     """Carries out the requests that are right, together."""
-    jobs: list[GradientJob | m.Failed] = []
+    jobs: list[Gradient | m.Failed] = []
     for body in bodies:
         try:
-            jobs.append(_job(models, pb.ForwardBackwardRequest.FromString(body)))
+            name = pb.ForwardBackwardRequest.FromString(body).model_id
+            jobs.append(gradient_of(body, models[name].updates))
         except DecodeError as error:
             jobs.append(m.Failed(f"body: expected a ForwardBackwardRequest: {error}", True))
-        except RequestRefused as error:
+        except (RequestRefused, TrainerError) as error:
             jobs.append(m.Failed(str(error), True))
-    right = [job for job in jobs if isinstance(job, GradientJob)]
-    outputs = iter(models.forward_backward(right))
+    done = iter(models.accumulate([job for job in jobs if isinstance(job, Gradient)]))
     parts: list[m.CarriedOut | m.Failed] = []
     for job in jobs:
-        if isinstance(job, GradientJob):
-            logps, losses = next(outputs)
-            sums = {"loss": sum(losses), "tokens": float(sum(len(d.tokens) for d in job.data))} if job.backward else {}
-            parts.append(m.CarriedOut(models.steps(job.model_id), output_of(logps, losses), sums))
-        else:
+        if isinstance(job, m.Failed):
             parts.append(job)
+        elif isinstance(one := next(done), GradientDone):
+            tokens = float(sum(datum.shape[0] for datum in job.data))
+            sums = {"loss": one.loss, "tokens": tokens} if job.backward else {}
+            parts.append(m.CarriedOut(one.updates, output_of(job, one), sums))
+        else:
+            parts.append(m.Failed(one.reason, True))
     return m.CarriedOut(parts=tuple(parts))
-
-
-def _job(models: TrainedModels, message: pb.ForwardBackwardRequest) -> GradientJob:
-    """Checked job of a request. Raises `RequestRefused`, naming what is wrong."""
-    given = settings_in(message)
-    most = finite("loss_fn_config.max_staleness", given.pop("max_staleness", MOST_FLOAT))
-    settings = settings_of(message.loss_fn, given)
-    vocabulary, longest = models.bounds(message.model_id)
-    data = data_of(message, vocabulary, longest, LOSSES[message.loss_fn][1])
-    version = models.steps(message.model_id)
-    for number, datum in enumerate(data):
-        check_inputs(message.loss_fn, datum.targets, datum.inputs)
-        oldest = datum.oldest()
-        if oldest is not None and version - oldest > most:
-            raise RequestRefused(
-                f"data[{number}].versions: expected at most {most:g} steps before version {version}, got {oldest}"
-            )
-    return GradientJob(message.model_id, data, message.loss_fn, settings, not message.forward_only)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from shoal.trainer.optim import Optimizer
 from shoal.trainer.ranks import Ranks, like
 from shoal.trainer.row_files import RowLayout, Rows, read_rows, rows_of, write_rows
 
-WEIGHTS_FILE = "model.safetensors"
+MODEL_FILE = "model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
@@ -40,7 +40,7 @@ class CheckpointFiles:
         assert self._written is None, "a checkpoint is still being written"
         parts = {
             directory / name: (RowLayout.of(tensors), rows_of(tensors, self._ranks))
-            for name, tensors in ((WEIGHTS_FILE, self._trained()), (OPTIMIZER_FILE, self._optimizer.state()))
+            for name, tensors in ((MODEL_FILE, self._trained()), (OPTIMIZER_FILE, self._optimizer.state()))
         }
         if not later:
             self._write(parts)
@@ -55,14 +55,14 @@ class CheckpointFiles:
         if written is not None:
             written.result()
 
-    def load(self, directory: Path) -> None:
-        """Reads the files into the trained tensors and the optimizer."""
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        """Reads the files into the trained tensors and the optimizer, or resets the optimizer."""
         own = self._trained()
-        weights = read_rows(directory / WEIGHTS_FILE, own)
-        state = read_rows(directory / OPTIMIZER_FILE, self._optimizer.places())
+        weights = read_rows(directory / MODEL_FILE, own)
+        state = read_rows(directory / OPTIMIZER_FILE, self._optimizer.places()) if optimizer else None
         if {name: one.shape for name, one in weights.items()} != {name: one.shape for name, one in own.items()}:
-            raise TrainerError(f"{directory / WEIGHTS_FILE}: expected the tensors of this model, got other ones")
-        self._optimizer.load_state(state)
+            raise TrainerError(f"{directory / MODEL_FILE}: expected the tensors of this model, got other ones")
+        self._optimizer.reset() if state is None else self._optimizer.load_state(state)
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(like(weights[name], tensor))

@@ -4,11 +4,13 @@ Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. E
 `TrainerFailed` may answer any request. The trainer serves requests in order, one at a time.
 """
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, cast, get_type_hints
 
 import msgspec
+from msgspec import Meta
 
 from shoal import wire
 from shoal.net.process import MAX_FRAME_BYTES
@@ -26,6 +28,11 @@ the last."""
 CLIPPED, MASKED, CAPPED = 1, 2, 4
 """Bits of a token's fate: gradient removed by the clip, removed by a bound on the importance weight, or this weight
 lowered to its bound."""
+MOST_RATE = 1e3
+"""Learning rate and weight decay at most of one update: a greater one leaves no finite weights."""
+
+Rate = Annotated[float, Meta(ge=0, le=MOST_RATE)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,86 @@ class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
     directory: str
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """Low-rank adapter of a model, on its attention, on its other linear layers, or on both."""
+
+    rank: Annotated[int, Meta(ge=1)]
+    seed: int = 0
+    attention: bool = True
+    mlp: bool = True
+    alpha: float = 32.0
+    """Scale of the adapter times its rank; the default is that of the Tinker documentation."""
+
+
+class Adam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of one AdamW update, under the names and with the defaults of the Tinker API."""
+
+    learning_rate: Rate = 1e-4
+    beta1: Decay = 0.9
+    beta2: Decay = 0.95
+    eps: Decay = 1e-12
+    weight_decay: Rate = 0.0
+    grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
+    """Largest norm of the gradient; 0 for any."""
+
+
+class Open(msgspec.Struct, frozen=True, tag=True):
+    """Request to train a model under a name, by `Accumulate` and `Update`: an adapter, or all weights without one."""
+
+    name: str
+    model_path: str
+    model_json: str
+    """Section `config.ModelConfig`; its `path` is not used."""
+    adapter: Adapter | None = None
+
+
+class Close(msgspec.Struct, frozen=True, tag=True):
+    """Request to forget a model."""
+
+    name: str
+
+
+class Datum(msgspec.Struct, frozen=True):
+    """Row of N tokens with N or N * K target tokens, and what the loss takes at each target."""
+
+    tokens: bytes
+    """int32 [N]"""
+    targets: bytes
+    """int32, in the shape"""
+    shape: tuple[int, ...]
+    """[N] or [N, K]"""
+    inputs: dict[str, bytes]
+    """float32, each in the shape"""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The tokens."""
+        return array("i", self.tokens).tolist()
+
+
+class Gradient(msgspec.Struct, frozen=True):
+    """Data of one model with a loss of `datum_loss.LOSSES`: for a forward pass, and a backward one if `backward`."""
+
+    name: str
+    data: tuple[Datum, ...]
+    loss: str
+    settings: dict[str, float]
+    backward: bool = True
+
+
+class Accumulate(msgspec.Struct, frozen=True, tag=True):
+    """Request to compute gradients of several models together, each of which adds to those of its model."""
+
+    jobs: tuple[Gradient, ...]
+
+
+class Update(msgspec.Struct, frozen=True, tag=True):
+    """Request for one optimizer update with the gradients so far; the answer has the gradient's norm."""
+
+    name: str
+    adam: Adam
+
+
 class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer to a request that was carried out."""
 
@@ -168,6 +255,23 @@ class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
     """Answer to a request that failed; the process goes on serving."""
 
     reason: str
+    refused: bool = False
+    """Whether the request itself is wrong, and changed nothing."""
+
+
+class GradientDone(msgspec.Struct, frozen=True, tag=True):
+    """Logprobs of each datum's targets, float32 in its shape, and the sum of the losses."""
+
+    logprobs: tuple[bytes, ...]
+    loss: float
+    updates: int
+    """Updates that the model has taken."""
+
+
+class Accumulated(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `Accumulate`, job by job."""
+
+    parts: tuple[GradientDone | TrainerFailed, ...]
 
 
 Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | FinishSave | LoadCheckpoint

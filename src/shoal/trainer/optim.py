@@ -7,9 +7,11 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from shoal.config.training import TrainConfig
 from shoal.errors import TrainerError
+from shoal.trainer.messages import Adam
 from shoal.trainer.ranks import copies, is_sharded, like, local, norm, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
@@ -75,18 +77,18 @@ def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
 
 
 class Optimizer:
-    """AdamW over the trainable parameters of a model; its moments may stay in main memory between updates.
+    """AdamW over named parameters; its moments may stay in main memory between updates.
 
     Invariant: `updates` counts the updates taken since the start of the run, across resets and resumes. Together with
     the moments it determines every later update.
     """
 
-    def __init__(self, model: nn.Module, config: TrainConfig, critic: Mapping[str, nn.Parameter] | None = None) -> None:
-        """`critic` holds parameters beside the model's, under other names and with a rate of their own."""
+    def __init__(
+        self, trained: Mapping[str, nn.Parameter], config: TrainConfig, critic: Mapping[str, nn.Parameter] | None = None
+    ) -> None:
+        """`critic` holds parameters under other names and with another rate."""
         self._config = config
-        # parameters() names tied weights once.
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._named = trained | dict(critic or {})
+        self._named = {**trained, **(critic or {})}
         # Norms and biases are not decayed: pulling a norm's scale to zero is no regularisation.
         # Biases of experts are matrices, too: [expert, output].
         groups = [
@@ -113,7 +115,7 @@ class Optimizer:
         if not math.isfinite(grad_norm):
             self._adam.zero_grad()
             return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
-        self._clip(norm, grad_norm)
+        self._clip(norm, grad_norm, self._config.max_grad_norm)
         for group in self._adam.param_groups:
             group["lr"] = lr * group["peak"] / self._config.lr
         update_norm = self._offloaded_step() if self._offloads else self._step()
@@ -123,9 +125,56 @@ class Optimizer:
             self._since_reset += 1
         return Update(lr=lr, grad_norm=grad_norm, update_norm=update_norm, taken=True)
 
-    def _clip(self, norm: Tensor, value: float) -> None:
+    @torch.no_grad()
+    def update_as(self, adam: Adam) -> tuple[float, bool]:
+        """Takes one update with these settings; a parameter without a gradient has one of zeros.
+
+        Returns the gradient's norm before clipping, and whether the update was taken: it is not where a weight or a
+        moment would not be finite. Each parameter's update is tried before any is taken, since copies of all
+        parameters would need more memory.
+        """
+        for parameter in self._named.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for group in self._adam.param_groups:
+            group.update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+            group["weight_decay"] = adam.weight_decay
+        norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
+        self._clip(norm, float(norm), adam.grad_clip_norm or math.inf)
+        taken = math.isfinite(float(norm)) and all(self._stays_finite(p, adam) for p in self._named.values())
+        if taken:
+            self._adam.step()
+            self.updates += 1
+        self._adam.zero_grad()
+        return float(norm), taken
+
+    def _stays_finite(self, parameter: nn.Parameter, adam: Adam) -> bool:
+        """Whether an update leaves a parameter and its moments finite; computes it on copies."""
+        assert parameter.grad is not None
+        state, zero = self._adam.state.get(parameter, {}), torch.zeros_like(parameter)
+        copies = [t.clone() for t in (parameter, parameter.grad, *(state.get(key, zero) for key in MOMENTS))]
+        step = state["step"].clone() if state else torch.zeros((), device=parameter.device)
+        weight, grad, first, second = ([one] for one in copies)
+        adamw(
+            weight,
+            grad,
+            first,
+            second,
+            [],
+            [step],
+            fused=True,
+            grad_scale=self._adam.grad_scale,  # type: ignore[attr-defined]
+            amsgrad=False,
+            maximize=False,
+            beta1=adam.beta1,
+            beta2=adam.beta2,
+            lr=adam.learning_rate,
+            weight_decay=adam.weight_decay,
+            eps=adam.eps,
+        )
+        return all(bool(one.isfinite().all()) for one in copies)
+
+    def _clip(self, norm: Tensor, value: float, most: float) -> None:
         """Has the gradient shortened to the largest norm: by Adam as it reads it, or before that if it is sharded."""
-        most = self._config.max_grad_norm
         if self._sharded:
             nn.utils.clip_grads_with_norm_(self._named.values(), most, norm)
         else:
@@ -198,6 +247,11 @@ class Optimizer:
 
     def _norm(self, changes: Iterable[Tensor]) -> float:
         return norm(changes, sharded=self._sharded, copies=self._copies)
+
+    def reset(self) -> None:
+        """Clears moments and counters."""
+        self._adam.state.clear()
+        self.updates, self._since_reset = 0, None
 
     def count_push(self) -> None:
         """Resets the moments at a push of weights, if the config says so."""

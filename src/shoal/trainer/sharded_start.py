@@ -14,57 +14,57 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 
 from shoal.config import ModelConfig
-from shoal.config.training import LoRAConfig, TrainConfig
+from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError, ModelError
 from shoal.model import checkpoint_names
 from shoal.model.loading import Checkpointing, checkpoint_layers, empty_model, load_model, refuse_different
 from shoal.model.tensor_files import FILE, INDEX, TensorFiles
+from shoal.trainer.adapters import SOLE, Adapters, layers_named
 from shoal.trainer.heap import give_back
 from shoal.trainer.ranks import Ranks, own_rows, rows_here
-from shoal.trainer.weight_files import add_adapters
+from shoal.types import seed_for
 
 PROBED_TOKENS = 16
 
 
 def trained_model(
     path: Path | str, model: ModelConfig, train: TrainConfig, ranks: Ranks, device: str
-) -> PreTrainedModel:
-    """Model that the ranks train, sharded over them, of the backend that the config says.
+) -> tuple[PreTrainedModel, Adapters | None]:
+    """Model that the ranks train, sharded over them, of the backend that the config says; its adapters, if any.
 
     All ranks call it. Raises `ModelError` and `ConfigError`.
     """
-    if train.experts != "torchtitan":
-        return loaded(path, ranks, device, train.lora, gradient_checkpointing=model.gradient_checkpointing)
-    if train.lora.rank or train.router_replay or model.gradient_checkpointing:
-        raise ConfigError(
-            "train.experts: expected torchtitan without train.lora, train.router_replay or model.gradient_checkpointing"
-        )
-    from shoal.trainer.torchtitan import TitanModel
+    if train.experts == "torchtitan":
+        if train.lora.rank or train.router_replay or model.gradient_checkpointing:
+            raise ConfigError(
+                "train.experts: expected torchtitan without train.lora, train.router_replay or "
+                "model.gradient_checkpointing"
+            )
+        from shoal.trainer.torchtitan import TitanModel
 
-    return cast("PreTrainedModel", TitanModel(path, ranks, device))
+        return cast("PreTrainedModel", TitanModel(path, ranks, device)), None
+    if not train.lora.rank:
+        return loaded(path, ranks, device, gradient_checkpointing=model.gradient_checkpointing), None
+    adapters = Adapters(load_model(path, device=device, gradient_checkpointing=model.gradient_checkpointing))
+    layers = layers_named(adapters.model, train.lora.targets)
+    if ranks.count > 1 and adapters.model.get_output_embeddings() in map(adapters.model.get_submodule, layers):
+        # It is called after the sharded forward, whose hooks would collect its gradient.
+        raise ConfigError("train.lora.targets: expected no head with several train.ranks, which do not train it")
+    adapters.add(SOLE, layers, rank=train.lora.rank, alpha=train.lora.alpha, seed=seed_for("lora"))
+    ranks.shard(adapters.model, device)
+    return adapters.model, adapters
 
 
 def loaded(
-    path: Path | str,
-    ranks: Ranks,
-    device: str,
-    lora: LoRAConfig | None = None,
-    *,
-    gradient_checkpointing: Checkpointing = False,
+    path: Path | str, ranks: Ranks, device: str, *, gradient_checkpointing: Checkpointing = False
 ) -> PreTrainedModel:
-    """Model at `path`, sharded over the ranks; each rank reads its part only, unless adapters are added.
+    """Model at `path`, sharded over the ranks; each rank reads its part only.
 
     All ranks call it. Raises `ModelError` and `ConfigError`.
     """
-    adapted = lora is not None and lora.rank > 0
-    if ranks.count > 1 and not adapted and _has_slices(Path(path)):
+    if ranks.count > 1 and _has_slices(Path(path)):
         return load_sharded(Path(path), ranks, device, gradient_checkpointing=gradient_checkpointing)
     model = load_model(path, device=device, gradient_checkpointing=gradient_checkpointing)
-    if lora is not None and adapted:
-        add_adapters(model, lora)
-        if ranks.count > 1 and hasattr(model.get_output_embeddings(), "get_delta_weight"):
-            # It is called after the sharded forward, whose hooks would collect its gradient.
-            raise ConfigError("train.lora.targets: expected no head with several train.ranks, which do not train it")
     ranks.shard(model, device)
     return model
 

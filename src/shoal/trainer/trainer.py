@@ -6,36 +6,33 @@ are always float32.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from shoal.config import ModelConfig
 from shoal.config.training import DecoupledLoss, TrainConfig
 from shoal.errors import ConfigError, TrainerError
-from shoal.files import replaced
 from shoal.model.loading import DTYPES, resolve_device
 from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
 from shoal.model.routing import replay_routing
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
-from shoal.trainer import critic, packing, weight_files
+from shoal.trainer import critic, packing
 from shoal.trainer.advantage import normalised_after_kl
-from shoal.trainer.checkpoint_files import CheckpointFiles
 from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
-from shoal.trainer.optim import Optimizer, Update
+from shoal.trainer.models import TrainedModel
+from shoal.trainer.optim import Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Packer, Share, Size
 from shoal.trainer.ranks import ALONE, Ranks
-from shoal.trainer.row_files import RowLayout, Rows, rows_of, write_rows
 from shoal.trainer.sharded_start import loaded, trained_model
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
 from shoal.trainer.token_numbers import TokenNumbers
-from shoal.trainer.version_rows import VersionRows
 from shoal.types import Sample
 
 VALUE_HEAD = "value_head"
@@ -60,8 +57,8 @@ class Moment:
         return ((self.version - version_N) * config.push_every + self.since_push) * config.minibatches
 
 
-class Trainer:
-    """Trainer of a model, which takes training steps.
+class Trainer(TrainedModel):
+    """The model of a run, which takes training steps.
 
     Invariant: the weights after a step depend only on the weights, moments and counters before it and on the step's
     groups. So a resumed run that replays its log arrives at the same weights.
@@ -85,18 +82,21 @@ class Trainer:
         `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
-        ranks = self._ranks = replace(ranks, experts_apart=train.experts == "parallel")
-        self.model = trained_model(path, model, train, ranks, self.device)
+        ranks = replace(ranks, experts_apart=train.experts == "parallel")
+        trained, adapters = trained_model(path, model, train, ranks, self.device)
+        self._value_head = self._new_value_head(trained) if train.advantage == "gae" else None
+        value_head = {} if self._value_head is None else dict(self._value_head.named_parameters(prefix=VALUE_HEAD))
+        super().__init__(trained, adapters, train, DTYPES[model.dtype], critic=value_head, ranks=ranks)
         sizes = self.model.config.get_text_config()
         self.tokens_per_microbatch = train.tokens_per_microbatch or packing.tokens_per_microbatch(
             self.model.get_input_embeddings().num_embeddings,
             sizes.num_hidden_layers * sizes.hidden_size,
             on_gpu=self.device.startswith("cuda"),
         )
-        self._dtype = DTYPES[model.dtype]
         self._config = train
         self._by_hand = ranks.count == 1 and not model.gradient_checkpointing and train.experts != "torchtitan"
-        self._forward = fastest_forward(self.model, self._dtype) if self._by_hand else self.model
+        by_hand = self._by_hand and adapters is None
+        self._forward = fastest_forward(self.model, self._dtype) if by_hand else self.model
         self._temperature = temperature
         if packing.loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
@@ -104,11 +104,7 @@ class Trainer:
         self._packer = Packer(train, self.tokens_per_microbatch, max_tokens or 0, skip_uninformative, ranks.count)
         if train.router_replay:
             replay_routing(self.model)
-        self._value_head = self._new_value_head() if train.advantage == "gae" else None
         self._reference = self._new_reference(train.teacher_model or path) if has_reference else None
-        self._optimizer = Optimizer(self.model, train, self._value_head_parameters())
-        self._files = CheckpointFiles(self._trained, self._optimizer, ranks)
-        self._version: VersionRows | None = None
 
     def step(
         self,
@@ -175,95 +171,35 @@ class Trainer:
                 result.append(logp_T[1:].tolist())
         return result
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights by name, float32, tied ones once, sharded with several ranks; adapters are merged."""
-        return weight_files.merged_tensors(self.model)
-
-    def write_weights(self, path: Path) -> None:
-        """Writes the weights, in the dtype of the config, as safetensors. Raises `TrainerError`.
-
-        Each rank writes the rows that it has: the file is whole when all have answered, and appears whole with one.
-
-        Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
-        the weights. A path with the name of an adapter's file gets the adapters instead, with their settings beside it.
-        """
-        if path.name == weight_files.WEIGHTS_FILE:
-            adapters, settings = weight_files.adapter_files(self.model, self._config.lora)
-            self._write(path, RowLayout.of(adapters), rows_of(adapters, self._ranks))
-            if self._ranks.first:
-                path.with_name(weight_files.CONFIG_FILE).write_text(settings)
-            return
-        weights = self.tensors()
-        self._version = self._version or VersionRows.of(self.model, weights, self._dtype)
-        self._write(path, self._version.layout, self._version.rows(weights, self._dtype, self._ranks))
-
-    def _write(self, path: Path, layout: RowLayout, rows: Iterator[Rows]) -> None:
-        """Writes this rank's rows; a rank alone gives the file its name once it is whole."""
-        try:
-            with replaced(path) if self._ranks.count == 1 else nullcontext(path) as unfinished:
-                write_rows(unfinished, layout, rows, self._ranks)
-        except OSError as error:
-            raise TrainerError(f"{path}: cannot be written: {error}") from error
-
-    def count_push(self) -> None:
-        """Records a push of the weights to the engines; resets the optimizer if the config says so."""
-        self._optimizer.count_push()
-
-    def save(self, directory: Path, *, later: bool = False) -> None:
-        """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks.
-
-        For `later` it copies them, and `finish_save` waits for their files. Raises `TrainerError`.
-        """
-        self._files.save(directory, later=later)
-
-    def finish_save(self) -> None:
-        """Waits for the files of a `save` for later. Raises `TrainerError`."""
-        self._files.finish()
-
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Loads the files that `save` wrote. Raises `TrainerError` when they are missing or of another model."""
-        self._files.load(directory)
+        super().load(directory, optimizer=optimizer)
         lay_out(self._forward)
-
-    def _trained(self) -> dict[str, Tensor]:
-        """Trained tensors that no other file holds: the weights or the adapters, and the value head."""
-        weights = weight_files.adapter_tensors(self.model) if self._config.lora.rank else self.tensors()
-        return {**weights, **{name: p.detach() for name, p in self._value_head_parameters().items()}}
 
     def _new_reference(self, path: Path | str) -> Forward:
         """Model as it is at `path`, sharded like the trained model."""
         model = loaded(path, self._ranks, self.device).requires_grad_(False)
         return fastest_forward(model, self._dtype) if self._by_hand else model
 
-    def _new_value_head(self) -> nn.Linear:
+    def _new_value_head(self, model: PreTrainedModel) -> nn.Linear:
         """Value head with zero weights, so that the first advantages are the rewards."""
-        head = nn.Linear(self.model.get_output_embeddings().weight.shape[1], 1).to(self.device)
+        head = nn.Linear(model.get_output_embeddings().weight.shape[1], 1).to(self.device)
         nn.init.zeros_(head.weight)
         nn.init.zeros_(head.bias)
         return head
 
-    def _value_head_parameters(self) -> dict[str, nn.Parameter]:
-        if self._value_head is None:
-            return {}
-        return {f"{VALUE_HEAD}.{name}": p for name, p in self._value_head.named_parameters()}
-
     def _check(self, rows: Sequence[Sample]) -> None:
         """Raises `TrainerError` for rows that the model would answer with an index error or with nonsense."""
-        wrong = next(filter(None, map(self._complaint, rows)), "")
+        wrong = ""
+        for row in rows:
+            try:
+                self.check_row("row of tokens", row.tokens)
+            except TrainerError as error:
+                wrong = wrong or str(error)
         refusals = torch.tensor(float(bool(wrong)), device=self.device)
-        self._ranks.add_up(refusals)  # no rank may begin what another will not do
+        self._ranks.add_up(refusals)  # all ranks must agree before a collective
         if refusals:
             raise TrainerError(wrong or OTHER_RANK)
-
-    def _complaint(self, row: Sample) -> str:
-        vocabulary = self.model.get_input_embeddings().num_embeddings
-        longest = getattr(self.model.config, "max_position_embeddings", None)
-        low, high = min(row.tokens), max(row.tokens)
-        if low < 0 or high >= vocabulary:
-            return f"row of tokens: expected ids in 0..{vocabulary - 1}, got {low}..{high}"
-        if longest is not None and len(row.tokens) > longest:
-            return f"row of tokens: expected at most {longest} of them, got {len(row.tokens)}"
-        return ""
 
     def minibatch(self, rows: Sequence[Sample], whole: Size | None = None, *, first: int = 0) -> Minibatch:
         """Packs the rows of one update, and takes this rank's share.

@@ -1,6 +1,8 @@
-"""Losses of the Tinker API: sums over the target tokens of a datum. Source: the Tinker documentation, "Losses".
+"""Losses that a client chooses for each of its requests: sums over the target tokens of one datum. Pure.
 
-N is the number of target tokens and K the number of targets of one position; K is absent for one target.
+N is the number of target tokens and K the number of targets of one position; K is absent for one target. p are the
+probabilities under the weights being trained, q those with which the tokens were sampled. Source: the Tinker
+documentation, "Losses".
 """
 
 from collections.abc import Callable, Mapping
@@ -8,13 +10,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from shoal.errors import RequestRefused
-
 Inputs = Mapping[str, Tensor]
 Settings = Mapping[str, float]
-MOST_FLOAT = torch.finfo(torch.float32).max
-WITHOUT_DEFINITION = ("stable_reinforce", "custom")
-"""Names in the package's list whose definition is not published."""
 
 
 def cross_entropy(logp: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
@@ -70,42 +67,4 @@ LOSSES: Mapping[str, tuple[Callable[[Tensor, Inputs, Settings], Tensor], tuple[s
     "dro": (dro, POLICY, {"beta": 0.05}),
     "gspo": (gspo, (*POLICY, "sequence_ratio_mask"), CLIP),
 }
-"""Function, tensors that each datum brings beside `target_tokens`, and settings with their defaults."""
-
-
-def settings_of(name: str, given: Mapping[str, float | str]) -> Settings:
-    """Settings of a loss with defaults filled in. Raises `RequestRefused`, naming the loss or the setting."""
-    if name not in LOSSES:
-        why = " (it has no published definition)" if name in WITHOUT_DEFINITION else ""
-        raise RequestRefused(f"loss_fn: expected one of {', '.join(LOSSES)}; got {name!r}{why}")
-    settings = dict(LOSSES[name][2])
-    for key, value in given.items():
-        if key not in settings:
-            raise RequestRefused(f"loss_fn_config: {name} has {', '.join(settings) or 'no settings'}; got {key!r}")
-        settings[key] = finite(f"loss_fn_config.{key}", value)
-    return settings
-
-
-def finite(name: str, value: float | str) -> float:
-    """The number that a setting is. Raises `RequestRefused` for text, NaN, and what float32 does not hold."""
-    if isinstance(value, str) or not abs(value) <= MOST_FLOAT:
-        raise RequestRefused(f"{name}: expected a finite number up to {MOST_FLOAT:g}, got {value!r}")
-    return value
-
-
-def check_inputs(name: str, targets: Tensor, inputs: Inputs) -> None:
-    """Raises `RequestRefused` when a tensor of a datum is missing, or has another shape than the targets."""
-    wanted = LOSSES[name][1]
-    for field in wanted:
-        if field not in inputs:
-            raise RequestRefused(f"loss_fn_inputs: {name} expects {', '.join(wanted)}; {field} is missing")
-        if inputs[field].shape != targets.shape:
-            expected, came = list(targets.shape), list(inputs[field].shape)
-            raise RequestRefused(f"loss_fn_inputs.{field}: expected the shape of target_tokens, {expected}; got {came}")
-    if name == "gspo" and not inputs["sequence_ratio_mask"].any():
-        raise RequestRefused("sequence_ratio_mask: expected at least one token that is not 0")
-
-
-def loss_sum(name: str, logp: Tensor, inputs: Inputs, settings: Settings) -> Tensor:
-    """Loss of one datum whose inputs were checked."""
-    return LOSSES[name][0](logp, {field: inputs[field].to(logp.device) for field in LOSSES[name][1]}, settings)
+"""Function, tensors of each datum in the shape of its targets, and settings with their defaults."""

@@ -1,0 +1,275 @@
+"""Models in training by name: the one of a run, or adapters of several clients on one base model, and full copies.
+
+Gradients of `accumulate` add up until `update`, model by model; models on one base share forward and backward passes.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from shoal.config import ModelConfig
+from shoal.config.training import TrainConfig
+from shoal.errors import TrainerError
+from shoal.files import replaced
+from shoal.model.loading import DTYPES, load_model, resolve_device
+from shoal.model.packed import target_logprobs
+from shoal.trainer.adapters import CONFIG_FILE, SOLE, WEIGHTS_FILE, Adapters, layers_of_kind, merged_tensors
+from shoal.trainer.checkpoint_files import MODEL_FILE, CheckpointFiles
+from shoal.trainer.datum_loss import LOSSES
+from shoal.trainer.messages import Adam, Datum, Gradient, GradientDone, Open, TrainerFailed
+from shoal.trainer.optim import Optimizer
+from shoal.trainer.ranks import ALONE, Ranks
+from shoal.trainer.row_files import RowLayout, Rows, rows_of, write_rows
+from shoal.trainer.version_rows import VersionRows
+from shoal.types import seed_for
+
+MOST_TOKENS = 8192
+"""Tokens of one forward pass; more data takes several."""
+
+
+class TrainedModel:
+    """A model in training: its weights or an adapter, their optimizer, and the files of both.
+
+    All ranks make each call.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        adapters: Adapters | None,
+        train: TrainConfig,
+        dtype: torch.dtype,
+        *,
+        owner: int = SOLE,
+        critic: dict[str, nn.Parameter] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """With `adapters` only the owner's adapter is trained. `critic` has parameters beside the model's.
+
+        Written Versions have the `dtype`.
+        """
+        self.model, self.adapters, self.owner = model, adapters, owner
+        trained = dict(model.named_parameters()) if adapters is None else adapters.parameters(owner)
+        self._critic = critic or {}
+        self._dtype, self._ranks = dtype, ranks
+        self._optimizer = Optimizer(trained, train, self._critic)
+        self._files = CheckpointFiles(self._trained, self._optimizer, ranks)
+        self._version: VersionRows | None = None
+
+    @property
+    def updates(self) -> int:
+        """Number of optimizer updates taken."""
+        return self._optimizer.updates
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights by name, float32, tied ones once, sharded with several ranks; adapters are merged."""
+        return merged_tensors(self.model, self.adapters, self.owner)
+
+    def write_weights(self, path: Path) -> None:
+        """Writes the weights, in the dtype of the config, as safetensors. Raises `TrainerError`.
+
+        Each rank writes the rows that it has: the file is whole when all have answered, and appears whole with one.
+
+        Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
+        the weights. A path with the name of an adapter's file gets the adapters instead, with their settings beside it.
+        """
+        if path.name == WEIGHTS_FILE and self.adapters is not None:
+            adapter, settings = self.adapters.files(self.owner)
+            self._write(path, RowLayout.of(adapter), rows_of(adapter, self._ranks))
+            if self._ranks.first:
+                path.with_name(CONFIG_FILE).write_text(settings)
+            return
+        weights = self.tensors()
+        self._version = self._version or VersionRows.of(self.model, weights, self._dtype)
+        self._write(path, self._version.layout, self._version.rows(weights, self._dtype, self._ranks))
+
+    def _write(self, path: Path, layout: RowLayout, rows: Iterator[Rows]) -> None:
+        """Writes this rank's rows; a rank alone gives the file its name once it is whole."""
+        try:
+            with replaced(path) if self._ranks.count == 1 else nullcontext(path) as unfinished:
+                write_rows(unfinished, layout, rows, self._ranks)
+        except OSError as error:
+            raise TrainerError(f"{path}: cannot be written: {error}") from error
+
+    def count_push(self) -> None:
+        """Records a push of the weights to the engines; resets the optimizer if the config says so."""
+        self._optimizer.count_push()
+
+    def save(self, directory: Path, *, later: bool = False) -> None:
+        """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks.
+
+        For `later` it copies them, and `finish_save` waits for their files. Raises `TrainerError`.
+        """
+        self._files.save(directory, later=later)
+
+    def finish_save(self) -> None:
+        """Waits for the files of a `save` for later. Raises `TrainerError`."""
+        self._files.finish()
+
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        """Loads the files that `save` wrote; without `optimizer` moments and counters begin anew.
+
+        Raises `TrainerError` when they are missing or of another model.
+        """
+        self._files.load(directory, optimizer=optimizer)
+        self._optimizer.clear_gradient()
+
+    def update(self, adam: Adam) -> float:
+        """Takes one AdamW update with the accumulated gradient, and clears that; returns its norm before clipping.
+
+        Raises `TrainerError` where a weight or a moment would not be finite; then only the gradient changes.
+        """
+        norm, taken = self._optimizer.update_as(adam)
+        if not taken:
+            raise TrainerError(
+                f"optim_step: a weight would not be finite (gradient's norm {norm:g}, learning_rate "
+                f"{adam.learning_rate:g}); no weight was changed, and the gradient is cleared"
+            )
+        return norm
+
+    def check_ids(self, name: str, ids: Sequence[int]) -> None:
+        """Raises `TrainerError` for token ids that the model does not have."""
+        vocabulary, low, high = self.model.get_input_embeddings().num_embeddings, min(ids), max(ids)
+        if low < 0 or high >= vocabulary:
+            raise TrainerError(f"{name}: expected ids in 0..{vocabulary - 1}, got {low}..{high}")
+
+    def check_row(self, name: str, tokens: Sequence[int]) -> None:
+        """Raises `TrainerError` for a row that the model would answer with an index error or with nonsense."""
+        self.check_ids(name, tokens)
+        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+        if len(tokens) > longest:
+            raise TrainerError(f"{name}: expected 1 to {longest} tokens, got {len(tokens)}")
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Trained tensors that no other file holds: the weights or the adapter, and the critic."""
+        weights = self.tensors() if self.adapters is None else self.adapters.parameters(self.owner)
+        return {name: tensor.detach() for name, tensor in {**weights, **self._critic}.items()}
+
+
+class TrainedModels:
+    """Models by name; those of one base share its weights, unless they train all of them."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, TrainedModel] = {}
+        self._shared: dict[tuple[str, str], Adapters] = {}
+        self._owners = count(SOLE + 1)
+
+    def __getitem__(self, name: str) -> TrainedModel:
+        """The model of a name. Raises `TrainerError`."""
+        if name not in self._models:
+            raise TrainerError(f"model_id: {name} is not open; it was unloaded, or its creation failed")
+        return self._models[name]
+
+    def open(self, request: Open) -> None:
+        """Starts training of an adapter, or of all weights. Raises `ModelError` and `TrainerError`."""
+        config, adapter = ModelConfig.model_validate_json(request.model_json), request.adapter
+        key, owner = (request.model_path, request.model_json), next(self._owners)
+        adapters = None
+        if adapter is not None:
+            adapters = self._shared[key] = self._shared.get(key) or Adapters(_loaded(request.model_path, config))
+            layers = layers_of_kind(adapters.model, attention=adapter.attention, mlp=adapter.mlp)
+            seed = seed_for("lora", adapter.seed)
+            adapters.add(owner, layers, rank=adapter.rank, alpha=adapter.alpha, seed=seed)
+        model = _loaded(request.model_path, config) if adapters is None else adapters.model
+        self._models[request.name] = TrainedModel(model, adapters, TrainConfig(), DTYPES[config.dtype], owner=owner)
+
+    def close(self, name: str) -> None:
+        """Forgets a model, if it was opened."""
+        trained = self._models.pop(name, None)
+        if trained is not None and trained.adapters is not None:
+            trained.adapters.remove(trained.owner)
+
+    def write_weights(self, name: str, path: Path) -> None:
+        """Writes what an engine loads: an adapter, or the whole weights where engines serve no adapter of the kind."""
+        trained = self[name]
+        whole = trained.adapters is None or trained.adapters.of_experts(trained.owner)
+        trained.write_weights(path.with_name(MODEL_FILE) if whole else path)
+
+    def accumulate(self, jobs: Sequence[Gradient]) -> list[GradientDone | TrainerFailed]:
+        """Adds the gradient of each job to its model; gives its logprobs and loss, or why the job is wrong."""
+        results: list[GradientDone | TrainerFailed] = []
+        for job in jobs:
+            try:
+                _check(self[job.name], job.data)
+                results.append(GradientDone((), 0.0, self[job.name].updates))
+            except TrainerError as error:
+                results.append(TrainerFailed(str(error), refused=True))
+        groups: dict[tuple[int, bool], list[tuple[int, Datum]]] = {}
+        for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
+            if isinstance(result, GradientDone):
+                key = id(self[job.name].model), job.backward
+                groups.setdefault(key, []).extend((number, datum) for datum in job.data)
+        found: dict[int, list[tuple[bytes, float]]] = {number: [] for number in range(len(jobs))}
+        for (_, backward), data in groups.items():
+            with torch.set_grad_enabled(backward):
+                for part in _parts(data):
+                    self._pass(jobs, part, found, backward=backward)
+        return [
+            GradientDone(tuple(logp for logp, _ in found[number]), sum(loss for _, loss in found[number]), one.updates)
+            if isinstance(one, GradientDone)
+            else one
+            for number, one in enumerate(results)
+        ]
+
+    def _pass(
+        self,
+        jobs: Sequence[Gradient],
+        part: Sequence[tuple[int, Datum]],
+        found: dict[int, list[tuple[bytes, float]]],
+        *,
+        backward: bool,
+    ) -> None:
+        """Computes one forward pass, and its backward pass; adds logprobs and loss of each datum to `found`."""
+        models = [self[jobs[number].name] for number, _ in part]
+        logps = target_logprobs(
+            models[0].model,
+            [datum.token_ids for _, datum in part],
+            [_tensor(datum, datum.targets, np.int32).long() for _, datum in part],
+            apart=[trained.owner for trained in models],
+            on_nodes=None if models[0].adapters is None else models[0].adapters.lay,
+        )
+        losses = []
+        for logp, (number, datum) in zip(logps, part, strict=True):
+            function, names, _ = LOSSES[jobs[number].loss]
+            inputs = {name: _tensor(datum, datum.inputs[name], np.float32).to(logp.device) for name in names}
+            losses.append(function(logp, inputs, jobs[number].settings))
+        if backward:
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+        for (number, _), logp, loss in zip(part, logps, losses, strict=True):
+            found[number].append((logp.detach().float().numpy(force=True).tobytes(), float(loss.detach())))
+
+
+def _loaded(path: str, config: ModelConfig) -> PreTrainedModel:
+    return load_model(path, device=resolve_device(config.device))
+
+
+def _check(model: TrainedModel, data: Sequence[Datum]) -> None:
+    """Raises `TrainerError`, naming the datum and its field."""
+    for number, datum in enumerate(data):
+        model.check_row(f"data[{number}].model_input", datum.token_ids)
+        model.check_ids(f"data[{number}].target_tokens", np.frombuffer(datum.targets, np.int32).tolist())
+
+
+def _tensor(datum: Datum, data: bytes, kind: type[np.generic]) -> Tensor:
+    """Tensor [N] or [N, K] of a datum."""
+    return torch.from_numpy(np.frombuffer(data, kind).copy()).reshape(datum.shape)
+
+
+def _parts(data: Sequence[tuple[int, Datum]]) -> Iterator[list[tuple[int, Datum]]]:
+    """Data of several jobs in runs of at most `MOST_TOKENS` tokens and one number of targets."""
+    part: list[tuple[int, Datum]] = []
+    for number, datum in data:
+        wide = part and datum.shape[1:] != part[0][1].shape[1:]
+        if part and (wide or sum(d.shape[0] for _, d in part) + datum.shape[0] > MOST_TOKENS):
+            yield part
+            part = []
+        part.append((number, datum))
+    if part:
+        yield part
