@@ -334,7 +334,7 @@ def attacked(server: TinkerServer, requests: int, seed: int) -> list[Attack]:
 
 
 def processes(server: TinkerServer) -> set[int]:
-    return {child.pid for name in ("shoal.tinker.worker", "shoal.engine") for child in children(server.process, name)}
+    return {child.pid for name in ("shoal.trainer.worker", "shoal.engine") for child in children(server.process, name)}
 
 
 def fuzz(requests: int, seed: int = 0, kills: int = 2) -> dict[str, Any]:

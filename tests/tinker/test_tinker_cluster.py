@@ -13,12 +13,12 @@ from shoal.errors import ConfigError
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.net.listening import free_port
 from shoal.run.tinker_roles import cluster_config
-from shoal.tinker.service import ServerSettings
+from shoal.tinker.models_trainer import ServerSettings
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
 from tinker_server import KEYS, tinker_serving
 from train_runs import children
 
-ENGINE, WORKER = "shoal.engine.http_server", "shoal.tinker.worker"
+ENGINE, WORKER = "shoal.engine.http_server", "shoal.trainer.worker"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -15,8 +15,7 @@ import tinker
 from tinker import types
 
 from fuzz_tinker import API, DENSE, POSTS, SPARSE, floats, fuzz, gradients, proto
-from shoal.tinker.messages import MOST_TTL_S
-from shoal.tinker.store import KEPT_S, Sampler, Store, owner_of
+from shoal.tinker.store import KEPT_S, MOST_TTL_S, Sampler, Store, owner_of
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
 from tinker_server import KEYS, TinkerServer, tinker_serving
 

@@ -15,23 +15,41 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from tinker.proto import tinker_public_pb2 as pb
 
 from fuzz_attack import mutated
 from fuzz_tinker import POLICY, POSTS, floats, gradients, proto
 from shoal import wire
 from shoal.config import ModelConfig
 from shoal.errors import ChildDied, EngineError, ModelError, RequestRefused, TrainerError
-from shoal.tinker import messages as m
-from shoal.tinker.service import ServerSettings, TinkerService
+from shoal.tinker.data import gradient_of
+from shoal.tinker.models_trainer import ServerSettings
+from shoal.tinker.service import TinkerService
 from shoal.tinker.store import Sampler, Store
-from shoal.tinker.worker import Base, _answer
-from shoal.trainer.messages import MOST_RATE, Adam, Adapter, Open
+from shoal.trainer.messages import (
+    MOST_RATE,
+    Accumulate,
+    Accumulated,
+    Adam,
+    Adapter,
+    Answer,
+    Close,
+    Done,
+    GradientDone,
+    LoadCheckpoint,
+    Open,
+    OptimStep,
+    Request,
+    SaveCheckpoint,
+    TrainerFailed,
+    WriteVersion,
+)
 from shoal.trainer.models import TrainedModels
+from shoal.trainer.ranks import ALONE
+from shoal.trainer.worker import Server, TrainerProcess
 from until import until
 
 WAIT_S = 60
-RAISED: list[BaseException | bytes] = [
+RAISED: list[BaseException | Answer] = [
     ChildDied("the trainer process ended"),
     EngineError("KeyError: 'x'"),
     RequestRefused("no"),
@@ -41,9 +59,9 @@ RAISED: list[BaseException | bytes] = [
     RuntimeError("CUDA"),
     OSError("no space"),
     TimeoutError(),
-    b"",
-    wire.encode(m.Failed("RuntimeError", False)),
-    wire.encode(m.CarriedOut()),
+    Done(float("nan")),
+    TrainerFailed("RuntimeError"),
+    Accumulated(()),
 ]
 """What a trainer does with a request, or answers to it."""
 BODIES = [b"", b"null", b"\xff", b"{}", b'{"learning_rate":null}', b'{"learning_rate":1e38}', b"[" * 10_000]
@@ -51,38 +69,39 @@ KINDS = ["forward_backward", "optim_step", "save", "save_for_sampler", "load", "
 ADAM = json.dumps({"learning_rate": 1e-3}).encode()
 
 
-Script: TypeAlias = Callable[[], BaseException | bytes]
+Script: TypeAlias = Callable[[], BaseException | Answer]
 
 
-class ScriptedTrainer:
-    """Implements `trainer.ModelsTrainer`: does what a script says with requests of the model `bad`."""
+class ScriptedRank:
+    """Implements `trainer.worker.Rank`: does what a script says with requests of the model `bad`."""
 
-    replaced = False
+    ticks = 0
 
     def __init__(self, script: Script) -> None:
         self._script = script
 
-    async def exchanged(self, request: m.Request, timeout_s: float) -> bytes:
-        bodies = request.bodies if isinstance(request, m.ForwardBackward) else ()
-        models = [pb.ForwardBackwardRequest.FromString(body).model_id for body in bodies] or [
-            getattr(request, "model_id", "")
-        ]
-        if "bad" in models and not isinstance(request, m.Open | m.Close):
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    async def ask(self, request: Request, timeout_s: float) -> Answer:
+        jobs = request.jobs if isinstance(request, Accumulate) else ()
+        models = [job.name for job in jobs] or [getattr(request, "name", "")]
+        if "bad" in models and not isinstance(request, Open | Close):
             does = self._script()
             if isinstance(does, BaseException):
                 raise does
             return does
-        parts = tuple(m.CarriedOut(1, b"", {}) for _ in bodies)
-        return wire.encode(m.CarriedOut(1, b"", {"unclipped_grad_l2:mean": 1.0, "learning_rate": 1e-3}, parts))
+        if isinstance(request, Accumulate):
+            return Accumulated(tuple(GradientDone(tuple(b"" for _ in job.data), 0.0, 1) for job in jobs))
+        return Done(1.0, 1)
 
 
 @asynccontextmanager
-async def served(
-    model: Path, folder: Path, script: Callable[[], BaseException | bytes]
-) -> AsyncIterator[TinkerService]:
+async def served(model: Path, folder: Path, script: Script) -> AsyncIterator[TinkerService]:
     @asynccontextmanager
-    async def trainers() -> AsyncIterator[ScriptedTrainer]:
-        yield ScriptedTrainer(script)
+    async def trainers() -> AsyncIterator[TrainerProcess]:
+        yield TrainerProcess([ScriptedRank(script)])
 
     async with TinkerService(ServerSettings({"tiny": model}, folder, engines=0), trainers=trainers) as service:
         yield service
@@ -105,12 +124,12 @@ def rows(model: str) -> bytes:
 def test_a_request_that_raises_or_cannot_be_read_ends_only_itself_also_after_a_restart(
     tiny_model_dir: Path,
     asked: list[tuple[str, bytes | None]],
-    script: list[BaseException | bytes],
+    script: list[BaseException | Answer],
     samples: list[bytes],
 ) -> None:
     turn = iter(range(10**9))
 
-    def does() -> BaseException | bytes:
+    def does() -> BaseException | Answer:
         return script[next(turn) % len(script)]
 
     async def both(folder: Path) -> list[tuple[str, str]]:
@@ -151,11 +170,6 @@ def models(tiny_model_dir: Path) -> TrainedModels:
     return models
 
 
-@pytest.fixture
-def base(tiny_model_dir: Path) -> Base:
-    return Base({"tiny": tiny_model_dir}, MODEL_JSON)
-
-
 HONEST = [body for route, body in POSTS.items() if route.startswith("forward_backward")] + [
     gradients("cispo", **POLICY)
 ]
@@ -164,35 +178,37 @@ HONEST = [body for route, body in POSTS.items() if route.startswith("forward_bac
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32), changes=st.integers(1, 4), honest=st.sampled_from(HONEST))
 def test_rows_of_any_kind_are_refused_by_field_or_computed_and_no_bug_of_the_trainers(
-    models: TrainedModels, base: Base, seed: int, changes: int, honest: dict[str, Any]
+    models: TrainedModels, seed: int, changes: int, honest: dict[str, Any]
 ) -> None:
     dice, body = Random(seed), {**honest, "model_id": "model", "seq_id": 1}
     for _ in range(changes):
         part = dice.choice(["data", "data", "data", "config", "loss_fn"])
         body = {**body, part: mutated(body[part], dice)}
-    frame = wire.encode(m.ForwardBackward((proto(body, dice),)))
-    (answer,) = (m.answer_from(said) for said in _answer(models, base, frame, Path()))
-    assert isinstance(answer, m.CarriedOut), answer
-    (of_model,) = answer.parts
-    assert isinstance(of_model, m.CarriedOut) or of_model.refused
+    try:
+        job = gradient_of(proto(body, dice), 0)
+    except RequestRefused:
+        return
+    (answer,) = models.accumulate([job])
+    assert isinstance(answer, GradientDone) or answer.refused
 
 
-def test_a_model_that_is_not_open_can_be_asked_anything(models: TrainedModels, base: Base, tmp_path: Path) -> None:
-    asked: list[m.Request] = [
-        m.Close("none"),
-        m.OptimStep("none", Adam()),
-        m.Save("none", str(tmp_path)),
-        m.Save("none", str(tmp_path), served=True),
-        m.Load("none", str(tmp_path), optimizer=True),
-        m.Load("model", str(tmp_path), optimizer=True),
-        m.Open("new", "tiny", Adapter(2), str(tmp_path / "gone")),
-        m.Open("new", "another base", Adapter(2)),
-        m.OptimStep("new", Adam()),
+def test_a_model_that_is_not_open_can_be_asked_anything(tiny_model_dir: Path, tmp_path: Path) -> None:
+    server, path = Server(ALONE, None), str(tiny_model_dir)
+    assert isinstance(server.answer(wire.encode(Open("model", path, MODEL_JSON, Adapter(2)))), Done)
+    asked: list[Request] = [
+        OptimStep("none", Adam()),
+        SaveCheckpoint(str(tmp_path), name="none"),
+        WriteVersion(str(tmp_path / "adapter_model.safetensors"), push=False, name="none"),
+        LoadCheckpoint(str(tmp_path), "none"),
+        LoadCheckpoint(str(tmp_path), "model"),
+        Open("new", str(tmp_path / "nowhere"), MODEL_JSON, Adapter(2)),
+        OptimStep("new", Adam()),
     ]
     for request in asked:
-        (answer,) = (m.answer_from(said) for said in _answer(models, base, wire.encode(request), Path()))
-        refused = isinstance(answer, m.Failed) and answer.refused
-        assert refused or request == m.Close("none"), (request, answer)
+        answer = server.answer(wire.encode(request))
+        assert isinstance(answer, TrainerFailed), request
+        assert answer.refused, answer
+    assert isinstance(server.answer(wire.encode(Close("none"))), Done)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

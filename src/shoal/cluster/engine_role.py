@@ -66,7 +66,7 @@ class EngineHost:
             try:
                 info = await run_info(client)
                 puller = VersionPuller(client, self.folder / info.key.hex()[:16], info.key)
-                if info.tinker and self.command:
+                if info.adapters and self.command:
                     raise ConfigError("COMMAND: expected none, a Tinker server needs the adapters of Shoal's engine")
                 try:
                     model_dir = await puller.pull(0)

@@ -22,6 +22,7 @@ from shoal.files import sync
 from shoal.trainer.messages import (
     Answer,
     LoadCheckpoint,
+    Open,
     Request,
     SaveCheckpoint,
     StartTrainer,
@@ -36,23 +37,6 @@ NUMBER = struct.Struct(">Q")
 
 class RankLost(ChildDied):
     """A rank of another host has left: the run can go on from its log with another one."""
-
-
-class TinkerJob(msgspec.Struct, frozen=True):
-    """Frame for the worker of a Tinker server, which takes a folder of the rank's host for the folder in the frame."""
-
-    frame: bytes
-    fetched: str = ""
-    """Ticket of the files with which the folder begins."""
-    filled: str = ""
-    """Ticket under which the server takes the files that are in the folder then."""
-
-
-class TinkerJobDone(msgspec.Struct, frozen=True):
-    """Answer of the worker to a job; `failed` says why the job's files did not pass."""
-
-    frame: bytes
-    failed: str = ""
 
 
 class RemoteRank:
@@ -89,19 +73,6 @@ class RemoteRank:
             sent, folder = self._without_paths(request, stack)
             return answer_from(await self._exchanged(await asyncio.to_thread(wire.encode, sent), folder, timeout_s))
 
-    async def done(self, frame: bytes, timeout_s: float, *, fetched: Path | None, filled: Path | None) -> bytes:
-        """Answer of a Tinker server's worker to a frame. Raises `RankLost` and `TimeoutError`.
-
-        The worker finds the files of one folder; another folder gets those that it wrote.
-        """
-        with ExitStack() as stack:
-            tickets = (stack.enter_context(self._shelf.ticket(one)) if one else "" for one in (fetched, filled))
-            job = await asyncio.to_thread(wire.encode, TinkerJob(frame, *tickets))
-            done = wire.decode(await self._exchanged(job, filled, timeout_s), TinkerJobDone)
-        if done.failed:
-            raise RankLost(f"{self._name} cannot work: {done.failed}")
-        return done.frame
-
     async def _exchanged(self, frame: bytes, folder: Path | None, timeout_s: float) -> bytes:
         """Frame of an answer, once the files in `folder` that came with it are on the disk."""
         self._asked += 1
@@ -125,18 +96,20 @@ class RemoteRank:
 
     def _without_paths(self, request: Request, stack: ExitStack) -> tuple[Request, Path | None]:
         """Request with tickets in place of paths, and the folder into which files come."""
+        changed = msgspec.structs.replace
         match request:
-            case StartTrainer():
-                return msgspec.structs.replace(request, model_path=""), None
+            case StartTrainer() | Open():
+                return changed(request, model_path=""), None
             case Step():  # the file with each token's numbers is for ranks of the run's host
-                return msgspec.structs.replace(request, tokens_file=None), None
-            case WriteVersion(str(path), push):
+                return changed(request, tokens_file=None), None
+            case WriteVersion(str(path)):
                 ticket = stack.enter_context(self._shelf.ticket(Path(path).parent))
-                return WriteVersion(f"{ticket}/{Path(path).name}", push), Path(path).parent
+                return changed(request, path=f"{ticket}/{Path(path).name}"), Path(path).parent
             case SaveCheckpoint(directory):
-                return SaveCheckpoint(stack.enter_context(self._shelf.ticket(Path(directory)))), Path(directory)
+                ticket = stack.enter_context(self._shelf.ticket(Path(directory)))
+                return changed(request, directory=ticket), Path(directory)
             case LoadCheckpoint(directory):
-                return LoadCheckpoint(stack.enter_context(self._shelf.ticket(Path(directory)))), None
+                return changed(request, directory=stack.enter_context(self._shelf.ticket(Path(directory)))), None
         return request, None
 
 

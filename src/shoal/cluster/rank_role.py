@@ -7,10 +7,9 @@ The model, checkpoints and Versions pass as files into and out of a temporary fo
 """
 
 import asyncio
-import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +19,9 @@ import msgspec
 
 from shoal import wire
 from shoal.cluster.files import NAME, fetch_files, send_files
-from shoal.cluster.gang import NUMBER, TinkerJob, TinkerJobDone
+from shoal.cluster.gang import NUMBER
 from shoal.cluster.joining import ASK_AGAIN_S, OtherRun, hold_lease, run_info
-from shoal.cluster.registry import Gathered, RankRole, RunInfo
-from shoal.config import ModelConfig
+from shoal.cluster.registry import Gathered, RankRole
 from shoal.errors import ChildDied, EngineUnavailable, ShoalError, WireError
 from shoal.net.client import Client
 from shoal.net.listening import free_port, own_address
@@ -32,6 +30,7 @@ from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
     Answer,
     LoadCheckpoint,
+    Open,
     Request,
     SaveCheckpoint,
     StartTrainer,
@@ -70,7 +69,7 @@ class RankHost:
                     await asyncio.sleep(ASK_AGAIN_S)
                     continue
                 with suppress(OtherRun):
-                    link = (_TinkerLink if info.tinker else _Link)(self, client, model_dir, info)
+                    link = _Link(self, client, model_dir)
                     await hold_lease(self.url, self.token, self._role(), info.key, announce, link.connected)
             finally:
                 await client.aclose()
@@ -87,8 +86,8 @@ class RankHost:
 class _Link:
     """The worker process of a rank, and what passes between it and the run."""
 
-    def __init__(self, host: RankHost, client: Client, model_dir: Path, info: RunInfo) -> None:
-        self._host, self._client, self._model_dir, self._info = host, client, model_dir, info
+    def __init__(self, host: RankHost, client: Client, model_dir: Path) -> None:
+        self._host, self._client, self._model_dir = host, client, model_dir
         self._work = host.folder / f"work-{os.getpid()}"
 
     @asynccontextmanager
@@ -126,29 +125,23 @@ class _Link:
                 while not child.closed():
                     frame = await frames.get()
                     answer = await self._answer(child, frame[NUMBER.size :])
-                    await socket.send_bytes(frame[: NUMBER.size] + answer)
+                    await socket.send_bytes(frame[: NUMBER.size] + wire.encode(answer))
                 beating.cancel()
 
     def _child(self, word: Gathered) -> Child:
         where = [f"--rank={word.rank}", f"--ranks={word.ranks}", f"--master={word.master}"]
         if word.per_host is not None:
             where.append(f"--ranks-per-host={word.per_host}")
-        return self._worker(word, "shoal.trainer.worker", where, gathers=True)
-
-    def _worker(self, word: Gathered, module: str, arguments: Sequence[str], *, gathers: bool = False) -> Child:
         gpus = [self._host.gpu] if self._host.gpu else []
-        environment = torch_environment(self._host.threads or cores(), gpus, gathers=gathers)
+        environment = torch_environment(self._host.threads or cores(), gpus, gathers=word.ranks > 1)
         log = self._host.folder / f"trainer-{word.rank}.log"
-        return Child(f"trainer rank {word.rank}", module, arguments, log, environment)
+        return Child(f"trainer rank {word.rank}", "shoal.trainer.worker", where, log, environment)
 
     async def _emptied(self) -> None:
         await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
         self._work.mkdir(parents=True)
 
-    async def _answer(self, child: Child, frame: bytes) -> bytes:
-        return wire.encode(await self._carried_out(child, frame))
-
-    async def _carried_out(self, child: Child, frame: bytes) -> Answer:
+    async def _answer(self, child: Child, frame: bytes) -> Answer:
         try:
             request = await asyncio.to_thread(request_from, frame)
             ticket, request = self._with_paths(request)
@@ -167,46 +160,21 @@ class _Link:
 
     def _with_paths(self, request: Request) -> tuple[str, Request]:
         """Ticket of a request's files, if it has any, and the request with paths of this host."""
+        changed, work = msgspec.structs.replace, str(self._work)
         match request:
             case StartTrainer():
                 here = {"model_path": str(self._model_dir), "threads": self._host.threads or cores()}
-                return "", msgspec.structs.replace(request, **here)
-            case WriteVersion(str(path), push):
+                return "", changed(request, **here)
+            case Open():
+                return "", changed(request, model_path=str(self._model_dir))
+            case WriteVersion(str(path)):
                 ticket, _, name = path.partition("/")
                 if not NAME.fullmatch(name):
                     raise WireError(f"expected the name of a file, got {name[:80]!r}")
-                return ticket, WriteVersion(str(self._work / name), push)
-            case SaveCheckpoint(ticket):
-                return ticket, SaveCheckpoint(str(self._work))
-            case LoadCheckpoint(ticket):
-                return ticket, LoadCheckpoint(str(self._work))
+                return ticket, changed(request, path=f"{work}/{name}")
+            case SaveCheckpoint(ticket) | LoadCheckpoint(ticket):
+                return ticket, changed(request, directory=work)
         return "", request
-
-
-class _TinkerLink(_Link):
-    """The worker process that trains for a Tinker server, and what passes between it and the server."""
-
-    def _child(self, word: Gathered) -> Child:
-        model = ModelConfig.model_validate_json(self._info.model_json)
-        threads, bases = self._host.threads or cores(), {self._info.tinker: str(self._model_dir)}
-        options = {"work": self._work, "threads": threads, "dtype": model.dtype, "device": model.device}
-        arguments = [f"--{name}={value}" for name, value in options.items()]
-        return self._worker(word, "shoal.tinker.worker", [*arguments, json.dumps(bases)])
-
-    async def _answer(self, child: Child, frame: bytes) -> bytes:
-        job = await asyncio.to_thread(wire.decode, frame, TinkerJob)
-        try:
-            await self._emptied()
-            if job.fetched:
-                await fetch_files(self._client, job.fetched, self._work)
-            answer = await child.ask(job.frame, ANSWER_TIMEOUT_S)
-            if job.filled:
-                await send_files(self._client, job.filled, self._work)
-        except ChildDied:
-            raise
-        except (ShoalError, OSError) as error:
-            return wire.encode(TinkerJobDone(b"", f"{type(error).__name__}: {error}"))
-        return wire.encode(TinkerJobDone(answer))
 
 
 async def _beat(socket: aiohttp.ClientWebSocketResponse, child: Child) -> None:

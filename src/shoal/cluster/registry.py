@@ -50,8 +50,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     sampling: Sampling
     max_model_len: int | None
     """None for the model's own."""
-    tinker: str = ""
-    """Name of the model that clients of a Tinker server train; empty for a run."""
+    adapters: bool = False
+    """Whether requests name adapters, which only Shoal's own engine serves by name."""
     process: str = PROCESS
     """Process of the run: one that goes on from an older copy may have other Versions under the same numbers."""
     protocol: int = PROTOCOL

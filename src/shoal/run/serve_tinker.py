@@ -41,7 +41,8 @@ async def serve_tinker(
     try:
         from shoal.run.tinker_roles import cluster_config, joinable
         from shoal.tinker.app import TinkerApp
-        from shoal.tinker.service import ServerSettings, TinkerService
+        from shoal.tinker.models_trainer import ServerSettings
+        from shoal.tinker.service import TinkerService
     except ModuleNotFoundError as error:
         if error.name != "tinker":
             raise

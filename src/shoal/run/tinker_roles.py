@@ -4,25 +4,24 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from shoal import wire
-from shoal.cluster.gang import Gang, RemoteRank
+from shoal.cluster.gang import Gang
 from shoal.cluster.registry import EngineRole, RankRole, Role, RoleLine, Roles, RunInfo
 from shoal.config import Config, parse
 from shoal.engine.http_client import PullingEngine
 from shoal.errors import ConfigError
 from shoal.run.roles import kept_identity, launched, registry, run_server, run_token
-from shoal.tinker import messages as m
 from shoal.tinker.samplers import NumberedWeights, Samplers
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import Sampling
 from shoal.weights.serving import VersionServer
 
 if TYPE_CHECKING:
-    from shoal.tinker.service import ServerSettings, TinkerService
+    from shoal.tinker.models_trainer import ServerSettings
+    from shoal.tinker.service import TinkerService
 
 OnStep = Callable[[str, int, Mapping[str, float]], None]
 
@@ -69,7 +68,7 @@ async def joinable(
     settings.folder.mkdir(parents=True, exist_ok=True)
     identity = kept_identity(config, token)
     sections = config.model.model_dump_json(), config.engine.model_dump_json()
-    info = RunInfo(identity.public_key, *sections, Sampling(1), None, name)
+    info = RunInfo(identity.public_key, *sections, Sampling(1), None, adapters=True)
     numbered = NumberedWeights()
     async with run_server(config, token) as server:
         with registry(server, info, VersionServer(numbered, model_dir, identity), on_event) as roles:
@@ -97,28 +96,13 @@ class _JoinedEngines:
         await self.samplers.leave(name)
 
 
-@dataclass(frozen=True, slots=True)
-class _JoinedTrainer:
-    """Trainer that is a rank of another host. Implements `tinker.trainer.ModelsTrainer`."""
-
-    rank: RemoteRank
-    replaced: bool = True
-
-    async def exchanged(self, request: m.Request, timeout_s: float) -> bytes:
-        """Frame of the answer; files of the request's folder have passed."""
-        folder = Path(m.folder_of(request)) if m.folder_of(request) else None
-        frame = wire.encode(m.with_folder(request, lambda _: Path()))
-        filled = folder if isinstance(request, m.Save) else None
-        return await self.rank.done(frame, timeout_s, fetched=None if filled else folder, filled=filled)
-
-
 @asynccontextmanager
-async def _joined_trainer(roles: Roles) -> AsyncIterator[_JoinedTrainer]:
+async def _joined_trainer(roles: Roles) -> AsyncIterator[TrainerProcess]:
     """Waits until a rank joins; leaving the block frees it, to join again without any model."""
     gang = Gang(1, None, roles.shelf)
     roles.open(RankRole, gang)
     try:
-        async with gang.ranks() as (rank,):
-            yield _JoinedTrainer(rank)
+        async with gang.ranks() as ranks:
+            yield TrainerProcess(ranks, advice="")
     finally:
         roles.close(RankRole)

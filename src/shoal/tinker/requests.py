@@ -16,7 +16,7 @@ from starlette.requests import Request as Http
 
 from shoal.engine.protocol import MAX_BODY_BYTES
 from shoal.net.server import Refused, body, decoded
-from shoal.tinker.messages import MOST_TTL_S, Seed
+from shoal.tinker.store import MOST_TTL_S
 from shoal.trainer.messages import Adam
 from shoal.types import MOST_TOP_K
 
@@ -37,6 +37,7 @@ LONGEST_STOP = 256
 MOST_CHUNKS = 1024
 
 Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Id = Annotated[str, Meta(max_length=256)]
 Ttl = Annotated[int, Meta(ge=0, le=MOST_TTL_S)]
 Ranked = Annotated[int, Meta(ge=0, le=MOST_RANKED)]

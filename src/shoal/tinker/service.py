@@ -9,9 +9,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,28 +17,16 @@ from typing import Self
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.renderer_loading import load_renderer
 from shoal.tinker.futures import Futures, stored
+from shoal.tinker.models_trainer import ServerSettings, Trainers
 from shoal.tinker.requests import MOST_SAMPLES, SampleBody
 from shoal.tinker.samplers import NumberedWeights, Samplers
 from shoal.tinker.sampling import sample
 from shoal.tinker.store import KEPT_S, SavedWeights, Store, StoredRequest
-from shoal.tinker.trainer import Trainers, local_trainer
 from shoal.tinker.training import OnStep, Training
 
 EXPIRY_CHECK_S = 60.0
 MOST_TRIES = 4
 """Engines of which one sampling request is asked, where they end amid it."""
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    """Models by name, the folder of all that the server keeps, and the shares of the machine."""
-
-    bases: Mapping[str, Path]
-    folder: Path
-    engines: int = 2
-    threads: int = 1
-    dtype: str = "float32"
-    device: str = "cpu"
 
 
 class TinkerService:
@@ -69,15 +55,7 @@ class TinkerService:
             threads=settings.threads,
             dtype=settings.dtype,
         )
-        trainers = trainers or partial(
-            local_trainer,
-            settings.bases,
-            settings.folder / "trainer.log",
-            threads=settings.threads,
-            dtype=settings.dtype,
-            device=settings.device,
-        )
-        self._training = Training(self.store, settings.folder, trainers, self.futures, on_step)
+        self._training = Training(self.store, settings, self.futures, trainers, on_step)
         self._drawing: dict[str, _Drawing] = defaultdict(_Drawing)  # by client
 
     async def __aenter__(self) -> Self:

@@ -13,8 +13,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from shoal.errors import RequestRefused
-from shoal.tinker.messages import MOST_TTL_S
 
+MOST_TTL_S = 10 * 365 * 86_400
+"""Ten years, as the Tinker documentation bounds a time to live."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS models (

@@ -6,7 +6,6 @@ clients were given stay as they are. A model that cannot be taken up fails its o
 """
 
 import asyncio
-import contextlib
 import shutil
 import time
 from collections import Counter, deque
@@ -17,12 +16,21 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ChildDied, EngineError, RequestRefused
-from shoal.tinker import messages as m
+from shoal.tinker.data import gradient_of, output_of
 from shoal.tinker.futures import Futures, stored
+from shoal.tinker.models_trainer import ModelsTrainer, ServerSettings, Trainers
 from shoal.tinker.requests import head
 from shoal.tinker.store import Sampler, SavedWeights, Store, StoredModel, StoredRequest
-from shoal.tinker.trainer import ModelsTrainer, Trainers, carried_out
-from shoal.trainer.messages import Adam, Adapter
+from shoal.trainer.messages import (
+    Adam,
+    Close,
+    Gradient,
+    LoadCheckpoint,
+    SaveCheckpoint,
+    TrainerFailed,
+    WriteVersion,
+)
+from shoal.weights.store import ADAPTER_FILE
 
 STATE_SHARE = 0.05
 """Share of the time that writing states may take; restarting takes longer when it is written less often."""
@@ -57,17 +65,22 @@ class Training:
     """Queues of the models' requests, and the trainer that carries them out."""
 
     def __init__(
-        self, store: Store, folder: Path, trainers: Trainers, futures: Futures, on_step: OnStep | None
+        self,
+        store: Store,
+        settings: ServerSettings,
+        futures: Futures,
+        trainers: Trainers | None = None,
+        on_step: OnStep | None = None,
     ) -> None:
-        self._store, self._folder, self._trainers = store, folder, trainers
+        """`on_step` gets each optimizer step of each model with its numbers."""
+        self._store, self._folder = store, settings.folder
+        self._trainer = ModelsTrainer(settings, trainers)
         self._futures, self._on_step = futures, on_step
         self._queues: dict[str, deque[StoredRequest]] = {}
         self._arrived = asyncio.Event()
         self._sums: dict[str, dict[str, float]] = {}  # of the gradients that the next step of a model takes
         self._lost: dict[str, str] = {}  # models that could not be taken up, and why
         self._written: dict[str, tuple[float, float]] = {}  # model: when its state was written, and how long it took
-        self._trainer: ModelsTrainer | None = None
-        self._stack = contextlib.AsyncExitStack()
 
     def add(self, request: StoredRequest) -> None:
         """Takes a request that is stored."""
@@ -76,7 +89,7 @@ class Training:
 
     async def run(self) -> None:
         """Carries out the requests, each model's in order; gradients of several models together."""
-        async with self._stack:
+        async with self._trainer.stack:
             await self._start_trainer()
             while True:
                 await self._next()
@@ -132,12 +145,7 @@ class Training:
         if not batch:
             return
         if batch[0].kind == "forward_backward":
-            done = await self._ask(m.ForwardBackward(tuple(request.body for request in batch)))
-            for request, part in zip(batch, done.parts, strict=True):
-                if isinstance(part, m.CarriedOut):
-                    sums = self._sums.setdefault(request.target, {})
-                    sums.update({name: sums.get(name, 0.0) + value for name, value in part.metrics.items()})
-                self._futures.resolve(request, RequestRefused(part.reason) if isinstance(part, m.Failed) else part.body)
+            await self._accumulate(batch)
             return
         (request,) = batch
         model = self._store.model(request.target)
@@ -155,34 +163,61 @@ class Training:
         if state is not None and model.folder.startswith(str(state.parent)):
             await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
 
+    async def _accumulate(self, batch: Sequence[StoredRequest]) -> None:
+        """Has gradients computed together; a request that is wrong ends only itself."""
+        jobs: list[tuple[StoredRequest, Gradient]] = []
+        for request in batch:
+            try:
+                jobs.append((request, await self._gradient(request)))
+            except Exception as error:
+                self._futures.resolve(request, error)
+        for (request, job), part in zip(jobs, await self._trainer.accumulate([job for _, job in jobs]), strict=True):
+            if isinstance(part, TrainerFailed):
+                self._futures.resolve(request, RequestRefused(part.reason))
+                continue
+            if job.backward:
+                sums = self._sums.setdefault(request.target, {"loss": 0.0, "tokens": 0.0})
+                sums["loss"] += part.loss
+                sums["tokens"] += sum(datum.shape[0] for datum in job.data)
+            self._futures.resolve(request, await asyncio.to_thread(output_of, job, part))
+
+    async def _gradient(self, request: StoredRequest) -> Gradient:
+        """Checked gradient of a request. Raises `RequestRefused`."""
+        return await asyncio.to_thread(gradient_of, request.body, self._trainer.updates.get(request.target, 0))
+
     async def _carried_out(self, model: StoredModel, request: StoredRequest) -> tuple[bytes, Path | None]:
         """Carries out one request in the trainer process; its result, and the folder of the state that contains it."""
         match request.kind:
             case "create":
                 await self._check_there(model.folder)
-                await self._ask(_opened(model))
+                await self._trainer.open(model)
                 kind = "load_weights" if model.folder else "create_model"
                 state = await self._state(model.id, request.number) if model.folder else None
                 return msgspec.json.encode({"model_id": model.id, "type": kind}), state
             case "unload":
-                await self._ask(m.Close(model.id))
+                await self._trainer.ask(Close(model.id))
                 self._store.close_model(model.id)
                 await asyncio.to_thread(shutil.rmtree, self._folder / "states" / model.id, ignore_errors=True)
                 return msgspec.json.encode({"model_id": model.id, "type": "unload_model"}), None
             case "optim_step":
-                done = await self._ask(m.OptimStep(model.id, stored(request, Adam)))
+                adam = stored(request, Adam)
+                norm, updates = await self._trainer.update(model.id, adam), self._trainer.updates[model.id]
                 if self._on_step is not None:
-                    norm, lr = done.metrics["unclipped_grad_l2:mean"], done.metrics["learning_rate"]
-                    self._on_step(model.id, done.version, {"grad_norm": norm, "lr": lr, **self._sums.pop(model.id, {})})
+                    values = {"grad_norm": norm, "lr": adam.learning_rate, **self._sums.pop(model.id, {})}
+                    self._on_step(model.id, updates, values)
                 at, took = self._written.get(model.id, (0.0, 0.0))
                 due = time.monotonic() - at >= took / STATE_SHARE
-                return msgspec.json.encode({"metrics": done.metrics}), await self._state(
-                    model.id, request.number
-                ) if due else None
+                metrics = {
+                    "unclipped_grad_l2:mean": norm,
+                    "learning_rate": adam.learning_rate,
+                    "version": float(updates),
+                }
+                state = await self._state(model.id, request.number) if due else None
+                return msgspec.json.encode({"metrics": metrics}), state
             case "load":
                 loaded = stored(request, LoadBody)
                 await self._check_there(loaded.folder)
-                await self._ask(m.Load(model.id, loaded.folder, loaded.optimizer))
+                await self._trainer.ask(LoadCheckpoint(loaded.folder, model.id, loaded.optimizer))
                 result = msgspec.json.encode({"path": loaded.path, "model_id": model.id, "type": "load_weights"})
                 return result, await self._state(model.id, request.number)
             case _:
@@ -197,9 +232,10 @@ class Training:
             taken = self._store.sampler(given.sampler_id)
             if taken is not None and taken.folder != str(folder):
                 raise RequestRefused(f"sampling_session_seq_id: {given.sampler_id} exists; give each sampler a number")
-        done = await self._written_to(folder, m.Save(model.id, "", served))
+        await self._written_to(folder, model.id, served=served)
+        version = self._trainer.updates[model.id]
         if given.sampler_id is not None:
-            sampler = Sampler(given.sampler_id, model.session, model.base, "", str(folder), done.version)
+            sampler = Sampler(given.sampler_id, model.session, model.base, "", str(folder), version)
             self._store.add_sampler(sampler)
             await self._remove_loose(model.session)
             return msgspec.json.encode({"sampling_session_id": given.sampler_id, "type": "save_weights_for_sampler"})
@@ -208,7 +244,7 @@ class Training:
         now = time.time()
         expires = None if given.ttl_seconds is None else now + given.ttl_seconds
         before = self._store.add_checkpoint(
-            SavedWeights(given.path, model.id, kind, str(folder), now, size, done.version, expires)
+            SavedWeights(given.path, model.id, kind, str(folder), now, size, version, expires)
         )
         if before not in ("", str(folder)):
             sessions = self._store.sessions_of(before)
@@ -220,18 +256,18 @@ class Training:
             {"path": given.path, "type": "save_weights_for_sampler" if served else "save_weights"}
         )
 
-    async def _written_to(self, folder: Path, save: m.Save) -> m.CarriedOut:
-        """Has the trainer write a new folder, which is there whole or not at all."""
+    async def _written_to(self, folder: Path, model: str, *, served: bool) -> None:
+        """Has the trainer write a state, or what engines load, into a new folder, which appears whole."""
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
         await asyncio.to_thread(unfinished.mkdir, parents=True)
         try:
-            done = await self._ask(msgspec.structs.replace(save, folder=str(unfinished)))
+            adapter = WriteVersion(str(unfinished / ADAPTER_FILE), push=False, name=model)
+            await self._trainer.ask(adapter if served else SaveCheckpoint(str(unfinished), name=model))
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             await asyncio.to_thread(unfinished.rename, folder)
         finally:
             await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
-        return done
 
     async def _check_there(self, folder: str) -> None:
         if folder and not await asyncio.to_thread(Path(folder).is_dir):
@@ -249,7 +285,7 @@ class Training:
         began = time.monotonic()
         folder = self._folder / "states" / model / str(number)
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        await self._ask(m.Save(model, str(folder)))
+        await self._trainer.ask(SaveCheckpoint(str(folder), name=model))
         self._written[model] = time.monotonic(), time.monotonic() - began
         return folder
 
@@ -258,11 +294,9 @@ class Training:
         self._lost.clear()
         deaths = Counter[str]()
         while True:
-            await self._stack.aclose()
-            self._trainer = await self._stack.enter_async_context(self._trainers())
             taken = ""
             try:
-                await self._ask(m.ForwardBackward(()))  # a trainer that cannot start is no model's fault
+                await self._trainer.start()  # a trainer that cannot start is no model's fault
                 for model in self._store.models():
                     taken = model.id
                     if not model.closed and taken not in self._lost:
@@ -284,14 +318,14 @@ class Training:
             raise
         except Exception as error:  # of one model: raised here, it would end the service of all
             self._lost[model.id] = f"{type(error).__name__}: {error}"
-            await self._ask(m.Close(model.id))
+            await self._trainer.ask(Close(model.id))
 
     async def _take_up(self, model: StoredModel) -> None:
         """Opens a model from its state on disk, and repeats what it was asked since."""
         requests = self._store.requests(model.id)
         if not requests or requests[0].state != "done":
             return
-        await self._ask(_opened(model))
+        await self._trainer.open(model)
         gradients: list[StoredRequest] = []
         for request in requests[1:]:
             if request.state == "pending":
@@ -303,21 +337,12 @@ class Training:
             elif request.kind == "optim_step":
                 if request.state == "done":
                     await self._add(gradients)
-                    await self._ask(m.OptimStep(model.id, stored(request, Adam)))
+                    await self._trainer.update(model.id, stored(request, Adam))
                 gradients = []  # a step that was refused cleared the gradient
         await self._add(gradients)
 
     async def _add(self, gradients: Sequence[StoredRequest]) -> None:
         for request in gradients:
-            (part,) = (await self._ask(m.ForwardBackward((request.body,)))).parts
-            if isinstance(part, m.Failed):
+            (part,) = await self._trainer.accumulate([await self._gradient(request)])
+            if isinstance(part, TrainerFailed):
                 raise RequestRefused(part.reason)
-
-    async def _ask(self, request: m.Request) -> m.CarriedOut:
-        assert self._trainer is not None
-        return await carried_out(self._trainer, request)
-
-
-def _opened(model: StoredModel) -> m.Open:
-    adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
-    return m.Open(model.id, model.base, adapter, model.folder, model.optimizer)

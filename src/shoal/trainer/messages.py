@@ -1,4 +1,4 @@
-"""Messages between the main process and the trainer process; imports no torch.
+"""Messages between the main process, or a Tinker server, and the trainer process; imports no torch.
 
 Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. Each request has exactly one answer, and
 `TrainerFailed` may answer any request. The trainer serves requests in order, one at a time.
@@ -93,6 +93,10 @@ STATS_MEANINGS: Mapping[str, str] = {
 """Statistics that are metrics of a step, by name."""
 
 
+RUN = ""
+"""Name of a run's model. Other models have the names that `Open` gave them."""
+
+
 class StartTrainer(msgspec.Struct, frozen=True, tag=True):
     """First request. The config sections travel as JSON because pydantic models are not msgpack."""
 
@@ -143,6 +147,7 @@ class WriteVersion(msgspec.Struct, frozen=True, tag=True):
     """Path of the file; None writes nothing, for a replayed push whose weights no engine will serve."""
     push: bool = True
     """Whether the write counts as a push; false when a resumed run writes again the Version that it had before."""
+    name: str = RUN
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
@@ -151,6 +156,7 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
     directory: str
     later: bool = False
     """Whether the answer comes once they are copied; `FinishSave` waits for the files."""
+    name: str = RUN
 
 
 class FinishSave(msgspec.Struct, frozen=True, tag=True):
@@ -158,9 +164,11 @@ class FinishSave(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
-    """Request to continue from the files of `SaveCheckpoint`."""
+    """Request to continue from the files of `SaveCheckpoint`; without `optimizer` only its weights are read."""
 
     directory: str
+    name: str = RUN
+    optimizer: bool = True
 
 
 class Adapter(msgspec.Struct, frozen=True):
@@ -187,7 +195,7 @@ class Adam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Request to train a model under a name, by `Accumulate` and `Update`: an adapter, or all weights without one."""
+    """Request to train a model under a name: an adapter of it, or all weights without one."""
 
     name: str
     model_path: str
@@ -236,7 +244,7 @@ class Accumulate(msgspec.Struct, frozen=True, tag=True):
     jobs: tuple[Gradient, ...]
 
 
-class Update(msgspec.Struct, frozen=True, tag=True):
+class OptimStep(msgspec.Struct, frozen=True, tag=True):
     """Request for one optimizer update with the gradients so far; the answer has the gradient's norm."""
 
     name: str
@@ -247,8 +255,10 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Answer to a request that was carried out."""
 
     value: StepStats | Logprobs | float
-    """Statistics of a `Step`, logprobs of `ComputeLogprobs`, tokens of a micro-batch for `StartTrainer`; else the
-    seconds that the request took."""
+    """Statistics of a `Step`, logprobs of `ComputeLogprobs`, tokens of a micro-batch for `StartTrainer`, norm of the
+    gradient for `OptimStep`; else the seconds that the request took."""
+    updates: int = 0
+    """Updates that the model of the request has taken."""
 
 
 class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
@@ -274,8 +284,10 @@ class Accumulated(msgspec.Struct, frozen=True, tag=True):
     parts: tuple[GradientDone | TrainerFailed, ...]
 
 
-Request: TypeAlias = StartTrainer | Step | ComputeLogprobs | WriteVersion | SaveCheckpoint | FinishSave | LoadCheckpoint
-Answer: TypeAlias = Done | TrainerFailed
+OfRun: TypeAlias = StartTrainer | Step | ComputeLogprobs | FinishSave
+OfModel: TypeAlias = Open | Close | OptimStep | WriteVersion | SaveCheckpoint | LoadCheckpoint
+Request: TypeAlias = OfRun | OfModel | Accumulate
+Answer: TypeAlias = Done | Accumulated | TrainerFailed
 
 
 def request_from(data: bytes) -> Request:

@@ -23,7 +23,7 @@ from shoal.model.packed import target_logprobs
 from shoal.trainer.adapters import CONFIG_FILE, SOLE, WEIGHTS_FILE, Adapters, layers_of_kind, merged_tensors
 from shoal.trainer.checkpoint_files import MODEL_FILE, CheckpointFiles
 from shoal.trainer.datum_loss import LOSSES
-from shoal.trainer.messages import Adam, Datum, Gradient, GradientDone, Open, TrainerFailed
+from shoal.trainer.messages import RUN, Adam, Datum, Gradient, GradientDone, Open, TrainerFailed
 from shoal.trainer.optim import Optimizer
 from shoal.trainer.ranks import ALONE, Ranks
 from shoal.trainer.row_files import RowLayout, Rows, rows_of, write_rows
@@ -163,9 +163,15 @@ class TrainedModels:
 
     def __getitem__(self, name: str) -> TrainedModel:
         """The model of a name. Raises `TrainerError`."""
-        if name not in self._models:
-            raise TrainerError(f"model_id: {name} is not open; it was unloaded, or its creation failed")
-        return self._models[name]
+        if name in self._models:
+            return self._models[name]
+        if name == RUN:
+            raise TrainerError("expected StartTrainer as the first request")
+        raise TrainerError(f"model_id: {name} is not open; it was unloaded, or its creation failed")
+
+    def add(self, name: str, trained: TrainedModel) -> None:
+        """Adds a model, in place of one of the same name."""
+        self._models[name] = trained
 
     def open(self, request: Open) -> None:
         """Starts training of an adapter, or of all weights. Raises `ModelError` and `TrainerError`."""
@@ -190,7 +196,8 @@ class TrainedModels:
         """Writes what an engine loads: an adapter, or the whole weights where engines serve no adapter of the kind."""
         trained = self[name]
         whole = trained.adapters is None or trained.adapters.of_experts(trained.owner)
-        trained.write_weights(path.with_name(MODEL_FILE) if whole else path)
+        other = name != RUN and path.name == WEIGHTS_FILE and whole
+        trained.write_weights(path.with_name(MODEL_FILE) if other else path)
 
     def accumulate(self, jobs: Sequence[Gradient]) -> list[GradientDone | TrainerFailed]:
         """Adds the gradient of each job to its model; gives its logprobs and loss, or why the job is wrong."""

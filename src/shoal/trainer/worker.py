@@ -29,12 +29,18 @@ from shoal.trainer.heap import Heap
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
     OTHER_RANK,
+    RUN,
+    Accumulate,
+    Accumulated,
     Answer,
+    Close,
     ComputeLogprobs,
     Done,
     FinishSave,
     LoadCheckpoint,
     Logprobs,
+    Open,
+    OptimStep,
     Request,
     SaveCheckpoint,
     StartTrainer,
@@ -50,6 +56,7 @@ from shoal.trainer.packing import Packer
 from shoal.types import Sample
 
 if TYPE_CHECKING:
+    from shoal.trainer.models import TrainedModels
     from shoal.trainer.ranks import Ranks
     from shoal.trainer.trainer import Trainer
 
@@ -79,7 +86,7 @@ class LocalRank:
 
     async def ask(self, request: Request, timeout_s: float) -> Answer:
         """Answer to a request. Raises `ChildDied`, and `TimeoutError` after which the process is killed."""
-        has_rows = isinstance(request, Step | ComputeLogprobs)  # long ones take long
+        has_rows = isinstance(request, Step | ComputeLogprobs | Accumulate)  # long ones take long
         frame = await asyncio.to_thread(wire.encode, request) if has_rows else wire.encode(request)
         return answer_from(await self.child.ask(frame, timeout_s))
 
@@ -95,10 +102,10 @@ class LocalRank:
 
 @asynccontextmanager
 async def local_ranks(
-    log: Path, threads: int, count: int = 1, gpus: Sequence[str] = ()
+    log: Path, threads: int, count: int = 1, gpus: Sequence[str] = (), advice: str = ADVICE
 ) -> AsyncIterator[Sequence[LocalRank]]:
     """Starts the ranks of a trainer on this machine; each has its share of the threads, and its GPU where there are
-    some."""
+    some. `advice` ends the error about the death of a rank."""
     master = f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack:
         ranks = []
@@ -107,7 +114,7 @@ async def local_ranks(
             where = of_several if count > 1 else []
             name, file = (f"trainer rank {index}", log.with_stem(f"{log.stem}-{index}")) if index else ("trainer", log)
             environment = torch_environment(max(1, threads // count), gpus[index : index + 1], gathers=count > 1)
-            child = Child(name, "shoal.trainer.worker", where, file, environment, advice=ADVICE)
+            child = Child(name, "shoal.trainer.worker", where, file, environment, advice=advice)
             ranks.append(LocalRank(await stack.enter_async_context(child)))
         yield ranks
 
@@ -118,9 +125,9 @@ class TrainerProcess:
     Methods raise `TrainerError`, or `ChildDied` when a rank is gone.
     """
 
-    def __init__(self, ranks: Sequence[Rank], *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-        """`timeout_s` bounds each answer; after it the trainer counts as gone."""
-        self.ranks = ranks
+    def __init__(self, ranks: Sequence[Rank], *, timeout_s: float = ANSWER_TIMEOUT_S, advice: str = ADVICE) -> None:
+        """`timeout_s` bounds each answer; after it the trainer counts as gone, with `advice` for the user."""
+        self.ranks, self._advice = ranks, advice
         self._timeout_s = timeout_s
         self._packer = Packer(TrainConfig(), 1)
 
@@ -170,7 +177,19 @@ class TrainerProcess:
         return await self._ask(float, LoadCheckpoint(str(directory)))
 
     async def _ask(self, kind: type[V], *requests: Request) -> V:
-        """Answer of the first rank to its request, or to the one for all, once all have answered."""
+        """Value of the answer. Raises `TrainerError` for a request that failed."""
+        answer = await self.ask(*requests)
+        if isinstance(answer, TrainerFailed):
+            raise TrainerError(f"the trainer refused {type(requests[0]).__name__}: {answer.reason}")
+        assert isinstance(answer, Done)
+        assert isinstance(answer.value, kind)
+        return answer.value
+
+    async def ask(self, *requests: Request) -> Answer:
+        """Answer of the first rank to its request, or to the one for all, once all have answered.
+
+        A failure of any rank is the answer.
+        """
         given = requests if len(requests) > 1 else requests * len(self.ranks)
         asking = [
             asyncio.create_task(self._asked(rank, one), name=f"{type(one).__name__} of rank {index}")
@@ -187,21 +206,16 @@ class TrainerProcess:
         finally:
             for task in asking:
                 task.cancel()
-        name, failed = type(given[0]).__name__, [one for one in answers if isinstance(one, TrainerFailed)]
-        if failed:
-            first = next((one for one in failed if one.reason != OTHER_RANK), failed[0])
-            raise TrainerError(f"the trainer refused {name}: {first.reason}")
-        assert isinstance(answers[0], Done)
-        assert isinstance(answers[0].value, kind)
-        return answers[0].value
+        failed = [one for one in answers if isinstance(one, TrainerFailed)]
+        return next((one for one in failed if one.reason != OTHER_RANK), (failed or answers)[0])
 
     async def _asked(self, rank: Rank, request: Request) -> Answer:
         try:
             return await rank.ask(request, self._timeout_s)
         except TimeoutError:
             name = type(request).__name__
-            why = f"the trainer process has not answered {name} for {self._timeout_s:g} s; {ADVICE}"
-            raise ChildDied(why) from None
+            why = f"the trainer process has not answered {name} for {self._timeout_s:g} s"
+            raise ChildDied("; ".join(filter(None, (why, self._advice)))) from None
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -227,8 +241,11 @@ class Server:
     """One rank of the trainer; `master` is the address at which ranks meet, if there are several."""
 
     def __init__(self, ranks: "Ranks", master: str | None) -> None:
+        with loading():
+            from shoal.trainer.models import TrainedModels
+
         self._ranks, self._master = ranks, master
-        self._trainer: Trainer | None = None
+        self._models = TrainedModels()
         self._heap = Heap()
 
     def answer(self, frame: bytes) -> Answer:
@@ -240,22 +257,22 @@ class Server:
                 if self._master is not None:
                     self._ranks.meet(self._master, ModelConfig.model_validate_json(request.model_json).device)
                 with loading():
-                    self._trainer = start(request, self._ranks)
-                return Done(float(self._trainer.tokens_per_microbatch))
-            value = answer_to(request, self._trainer)
+                    trainer = start(request, self._ranks)
+                self._models.add(RUN, trainer)
+                return Done(float(trainer.tokens_per_microbatch))
+            value = answer_to(request, self._models)
+            if isinstance(value, Accumulated):
+                return value
             if isinstance(request, Step):
                 self._heap.settle()
-            return Done(time.perf_counter() - started if value is None else value)
-        except (ShoalError, RuntimeError, ValueError, OSError, MemoryError) as error:
-            return _failed(error)
-
-
-def _failed(error: Exception) -> TrainerFailed:
-    if isinstance(error, ShoalError):
-        return TrainerFailed(str(error))
-    # Errors of torch, the disk or the memory; the log keeps the traceback for our own bugs.
-    traceback.print_exception(error, file=sys.stderr)
-    return TrainerFailed(f"{type(error).__name__}: {error}")
+            name = getattr(request, "name", RUN)
+            updates = 0 if isinstance(request, Close) else self._models[name].updates
+            return Done(time.perf_counter() - started if value is None else value, updates)
+        except ShoalError as error:
+            return TrainerFailed(str(error), refused=True)
+        except Exception as error:  # of torch, the disk, the memory, or a bug: the other models go on
+            traceback.print_exception(error, file=sys.stderr)
+            return TrainerFailed(f"{type(error).__name__}: {error}")
 
 
 def start(request: StartTrainer, ranks: "Ranks") -> "Trainer":
@@ -271,27 +288,41 @@ def start(request: StartTrainer, ranks: "Ranks") -> "Trainer":
     return Trainer(request.model_path, model, train, *rollout, ranks=ranks)
 
 
-def answer_to(request: Request, trainer: "Trainer | None") -> StepStats | Logprobs | None:
-    """Carries out a request; returns its result if it has one. Raises `TrainerError` before `StartTrainer`."""
-    if trainer is None:
-        raise TrainerError(f"expected Start as the first request, got {type(request).__name__}")
+def answer_to(request: Request, models: "TrainedModels") -> StepStats | Logprobs | float | Accumulated | None:
+    """Carries out a request; returns its result if it has one. Raises `TrainerError` for a model that is not there."""
     match request:
         case Step():
-            return trainer.carry_out(request)
+            return _of_run(models).carry_out(request)
         case ComputeLogprobs(rows, temperature):
-            return tuple(map(tuple, trainer.logprobs(rows, temperature)))
-        case WriteVersion(path, push):
+            return tuple(map(tuple, _of_run(models).logprobs(rows, temperature)))
+        case Open():
+            models.open(request)
+        case Close(name):
+            models.close(name)
+        case Accumulate(jobs):
+            return Accumulated(tuple(models.accumulate(jobs)))
+        case OptimStep(name, adam):
+            return models[name].update(adam)
+        case WriteVersion(path, push, name):
             if path is not None:
-                trainer.write_weights(Path(path))
+                models.write_weights(name, Path(path))
             if push:
-                trainer.count_push()
-        case SaveCheckpoint(directory, later):
-            trainer.save(Path(directory), later=later)
+                models[name].count_push()
+        case SaveCheckpoint(directory, later, name):
+            models[name].save(Path(directory), later=later)
         case FinishSave():
-            trainer.finish_save()
-        case LoadCheckpoint(directory):
-            trainer.load(Path(directory))
+            models[RUN].finish_save()
+        case LoadCheckpoint(directory, name, optimizer):
+            models[name].load(Path(directory), optimizer=optimizer)
     return None
+
+
+def _of_run(models: "TrainedModels") -> "Trainer":
+    from shoal.trainer.trainer import Trainer
+
+    trainer = models[RUN]
+    assert isinstance(trainer, Trainer)
+    return trainer
 
 
 if __name__ == "__main__":
