@@ -220,7 +220,7 @@ def test_a_task_whose_reward_is_correct_is_worth_one_or_zero_and_the_others_keep
 
 
 def test_all_that_a_config_says_of_sampling_reaches_the_engine() -> None:
-    said = {"max_tokens": 17, "temperature": 0.5, "top_p": 0.75, "top_k": 5, "min_p": 0.125}
+    said = {"max_tokens": 17, "temperature": 0.5}
     config = CONFIG.model_copy(update={"seed": 3, "rollout": CONFIG.rollout.model_copy(update=said)})
     prepared: Any = SimpleNamespace(renderer=SimpleNamespace(stop_token_ids=(9,)))
     assert sampling_of(config, prepared) == Sampling(**said, stop_token_ids=(9,), seed=3)
