@@ -62,26 +62,29 @@ engine.routes:EngineThread._run
         engine.step_engine:StepEngine._finish
 run.loop:TrainLoop.run
   run.loop:TrainLoop._step
-    experience.buffer:Buffer.take
-    run.loop:TrainLoop._rows
+    run.policy:Policy.take
+      experience.buffer:Buffer.take
+    run.policy:Policy.rows
       trainer.advantage:step_samples
-    experience.buffer:Buffer.consumed
-      experience.log:insert_step
-    trainer.worker:TrainerProcess.step
-      trainer.packing:Packer.step
-        trainer.packing:Packer.shares
-          trainer.packing:micro_batches
-          trainer.packing:token_weight
-      trainer.worker:answer_to @ Step
-        trainer.trainer:Trainer.carry_out
-          trainer.trainer:Trainer._packed
-            trainer.packing:micro_batch
-          trainer.trainer:Trainer.accumulate
-            trainer.trainer:Trainer._outputs
-              model.packed:packed_outputs
-            trainer.loss:token_loss
-          trainer.optim:Optimizer.update
-    run.loop:TrainLoop._write_version
+    run.loop:TrainLoop._record_and_train
+      experience.buffer:Buffer.consumed
+        experience.log:insert_step
+      run.policy:Policy.train
+        trainer.worker:TrainerProcess.step
+          trainer.packing:Packer.step
+            trainer.packing:Packer.shares
+              trainer.packing:micro_batches
+              trainer.packing:token_weight
+          trainer.worker:answer_to @ Step
+            trainer.trainer:Trainer.carry_out
+              trainer.trainer:Trainer._packed
+                trainer.packing:micro_batch
+              trainer.trainer:Trainer.accumulate
+                trainer.trainer:Trainer._outputs
+                  model.packed:packed_outputs
+                trainer.loss:token_loss
+              trainer.optim:Optimizer.update
+    run.versions:Versions.write
       trainer.worker:TrainerProcess.write_version
         trainer.worker:answer_to @ WriteVersion
           trainer.trainer:Trainer.write_weights
@@ -127,8 +130,9 @@ run.loop:TrainLoop._step
         swarm.ready_pool:ReadyPool.choose
           swarm.strategy:apply_taker
       swarm.encoding:rollouts_of
-  run.loop:TrainLoop._rows
+  run.policy:Policy.rows
     swarm.external:external_rows
+run.loop:TrainLoop._record_and_train
   experience.buffer:Buffer.consumed
     experience.log:insert_group
 """
@@ -160,7 +164,7 @@ gateway.server:Gateway._generate
 """
 
 WEIGHTS = """
-run.loop:TrainLoop._write_version
+run.versions:Versions.write
   weights.store:WeightStore.begin
   trainer.worker:TrainerProcess.write_version
     trainer.worker:answer_to @ WriteVersion
@@ -169,7 +173,7 @@ run.loop:TrainLoop._write_version
         trainer.optim:Optimizer.count_push
   weights.store:WeightStore.seal
   experience.buffer:Buffer.record_version
-run.loop:TrainLoop.load_versions
+run.versions:Versions.load
   engine.pool:EnginePool.update_weights
     engine.pool:EnginePool._load
       engine.pool_loading:Loader.loaded

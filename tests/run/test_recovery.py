@@ -8,7 +8,6 @@ import stat
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,8 @@ from shoal.experience.buffer import Buffer
 from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker, Record, Trackers
 from shoal.reward.service import RewardService
-from shoal.run.loop import TrainLoop
+from shoal.run.loop import RunParts, TrainLoop
+from shoal.run.policy import Policy, PolicyParts
 from shoal.run.result import RunTotals
 from shoal.run.rewards import ResumableRewards
 from shoal.run.run_dir import open_buffer as recovery_buffer
@@ -240,7 +240,7 @@ class Replaying:
         self.trained = int((directory / "weights").read_text()) + 1
         return 0.0
 
-    async def step(self, rows: object, version: int, since_push: int) -> None:
+    async def step(self, rows: object, version: int, since_push: int, *, tokens_file: object) -> None:
         self.trained += 1
 
     async def write_version(self, path: Path | None, *, push: bool = True) -> float:
@@ -268,11 +268,10 @@ def recovered(run_dir: Path) -> tuple[Replaying, Serving, list[str]]:
     async def main() -> None:
         buffer = Buffer.open(run_dir, run_meta(CONFIG), max_running=9, resume=True)
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
-        parts: Any = SimpleNamespace(
-            config=CONFIG, engine=engine, trainer=trainer, buffer=buffer, store=store, swarm=None,
-            run_dir=run_dir, trackers=trackers, teacher=None,
-        )  # fmt: skip
-        await TrainLoop(parts, first_step=9, version=buffer.recovered.version).recover()
+        nothing: Any = None
+        parts: dict[str, Any] = {"engine": engine, "trainer": trainer, "buffer": buffer, "store": store}
+        policy = Policy(PolicyParts(CONFIG, prepared=nothing, runner=nothing, **parts), buffer.recovered.version)
+        await TrainLoop(policy, RunParts(run_dir, (), nothing, trackers), first_step=9).recover()
         trackers.close()
         await buffer.close()
 

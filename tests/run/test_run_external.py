@@ -2,12 +2,11 @@
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from shoal.config import parse
 from shoal.experience.buffer import Buffer
-from shoal.run.loop import TrainLoop
+from shoal.run.policy import Policy, PolicyParts
 from shoal.run.run_dir import run_meta
 from shoal.trainer.packing import even_slices
 from shoal.types import (
@@ -40,11 +39,11 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
 
     async def main() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
-        parts: Any = SimpleNamespace(config=config, buffer=buffer, swarm=None, run_dir=tmp_path, teacher=None)
-        loop = TrainLoop(parts, first_step=0, version=0)
+        nothing: dict[str, Any] = dict.fromkeys(("prepared", "engine", "trainer", "runner", "store"))
+        policy = Policy(PolicyParts(config, buffer=buffer, **nothing))
         own = [group(f"own{i}", OWN) for i in range(4)]
-        rows_of, _ = await loop._rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], 0)
-        rows = list(rows_of.values())
+        built = await policy.rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))])
+        rows = list(built.of_group.values())
         for part in even_slices(len(rows), 2):
             tokens = [row.tokens[-1] for i in part for row in rows[i]]
             assert tokens.count(OWN) == tokens.count(THEIRS) == 4

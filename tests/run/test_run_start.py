@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +23,11 @@ from shoal.experience.buffer import Buffer
 from shoal.net.listening import listening_socket, url_of
 from shoal.observe.metrics import Record
 from shoal.run.checks import check_scores, check_start, check_urls
-from shoal.run.loop import TrainLoop
 from shoal.run.plan import plan, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
 from shoal.run.training import run_training, train
+from shoal.run.versions import Versions
 from shoal.tasks.sdk import Definition, Question
 from shoal.trainer.trainer import Trainer
 from shoal.types import Split, Task
@@ -86,16 +85,9 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
     async def resume() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
         await buffer.record_version(1, sealed.checksum)
-        parts: Any = SimpleNamespace(
-            config=config,
-            run_dir=tmp_path,
-            engine=engine,
-            trainer=LaterWeights(),
-            buffer=buffer,
-            store=store,
-            swarm=None,
-        )
-        await TrainLoop(parts, first_step=3, version=1).load_recovered(1)
+        parts: Any = {"engine": engine, "trainer": LaterWeights(), "buffer": buffer, "store": store}
+        nothing: Any = None
+        await Versions(config, nothing, **parts, number=1).recover(1)
         await buffer.close()
 
     asyncio.run(resume())

@@ -22,10 +22,12 @@ from shoal.experience.log import FILE
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.assemble import orchestrator, playing
+from shoal.run.checkpoints import Checkpoints
 from shoal.run.dynamic_sampling import UNINFORMATIVE
 from shoal.run.learning import STEPS as WARNED_STEPS
 from shoal.run.learning import Learning
-from shoal.run.loop import TrainLoop
+from shoal.run.loop import RunParts, TrainLoop
+from shoal.run.policy import Policy, PolicyParts
 from shoal.run.prepared import sampling_of
 from shoal.run.rewards import own_scorer
 from shoal.run.run_dir import run_meta
@@ -90,11 +92,10 @@ class Serving:
 class Unmasked(TrainLoop):
     """Gives the trainer every token, as a loop without its late policy would."""
 
-    def _rows(self, groups: Any, version: int) -> Any:
-        self._config = self._config.model_copy(
-            update={"asynchrony": self._config.asynchrony.model_copy(update={"late": "train"})}
-        )
-        return super()._rows(groups, version)
+    def __init__(self, policy: Policy, parts: RunParts, **more: Any) -> None:
+        super().__init__(policy, parts, **more)
+        late = policy.config.asynchrony.model_copy(update={"late": "train"})
+        policy.config = policy.config.model_copy(update={"asynchrony": late})
 
 
 def differing(group_id: str, version: int, tokens: Sequence[int], rewards: Sequence[float]) -> Group:
@@ -114,19 +115,24 @@ async def draw_wrong_then_differing(buffer: Buffer) -> None:
         await buffer.add(differing(f"g{number}", version, (2, 8), (0.0, float(number % 2))))
 
 
-class Copied(TrainLoop):
-    """Copies its log at each checkpoint as it then is, without its write-ahead log."""
+class CopiedLogs(Checkpoints):
+    """Copies the log at each checkpoint as it then is, without its write-ahead log."""
 
-    async def _seal(self, tasks: asyncio.TaskGroup) -> None:
-        run_dir, step = self._parts.run_dir, self._saved
-        await super()._seal(tasks)
+    async def seal(self, tasks: asyncio.TaskGroup) -> None:
+        step = self.saved
+        await super().seal(tasks)
         if step is not None:
-            alone = run_dir / f"alone-{step}"
+            alone = self.run_dir / f"alone-{step}"
             alone.mkdir()
-            shutil.copy(run_dir / FILE, alone)
+            shutil.copy(self.run_dir / FILE, alone)
 
-    async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
-        """Keeps every step in the log."""
+
+class Copied(TrainLoop):
+    """A loop whose log is copied at each checkpoint."""
+
+    def __init__(self, policy: Policy, parts: RunParts, **more: Any) -> None:
+        super().__init__(policy, parts, **more)
+        self.checkpoints = CopiedLogs(policy.config, parts.run_dir, policy.trainer, policy.buffer)
 
 
 async def draw_groups(buffer: Buffer) -> None:
@@ -152,8 +158,8 @@ class Refusing(Recording):
 class Useless(TrainLoop):
     """Takes every answer to be worth the same, and has done so in the steps before."""
 
-    def __init__(self, parts: Any, **more: int) -> None:
-        super().__init__(parts, **more)
+    def __init__(self, policy: Policy, parts: RunParts, **more: Any) -> None:
+        super().__init__(policy, parts, **more)
         before = WARNED_STEPS - STEPS
         self.learning = Learning(lambda rollout: [0.0], within_groups=True, steps=before, useless=before)
 
@@ -172,16 +178,15 @@ def ran(
     async def main() -> None:
         buffer = Buffer.open(run_dir, run_meta(config), max_running=9)
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
-        parts: Any = SimpleNamespace(
-            config=config, run_dir=run_dir, engine=Serving(), trainer=trainer, buffer=buffer, trackers=trackers,
-            store=WeightStore(run_dir / "weights"), single_turn=SimpleNamespace(scorer=None), swarm=None, eval_tasks=(),
-            teacher=None,
-        )  # fmt: skip
-        loop = kind(parts, first_step=0, version=0)
+        nothing: Any = None
+        parts: dict[str, Any] = {"engine": Serving(), "trainer": trainer, "prepared": None, "runner": None}
+        store = WeightStore(run_dir / "weights")
+        policy = Policy(PolicyParts(config, buffer=buffer, store=store, **parts))
+        loop = kind(policy, RunParts(run_dir, (), nothing, trackers), first_step=0)
         async with asyncio.TaskGroup() as tasks:
-            beside = [tasks.create_task(drawing(buffer)), tasks.create_task(loop.load_versions())]
+            background = [tasks.create_task(drawing(buffer)), tasks.create_task(policy.versions.keep_loaded())]
             await loop.run(tasks)
-            for task in beside:
+            for task in background:
                 task.cancel()
         trackers.close()
         await buffer.close()
@@ -259,7 +264,7 @@ def test_steps_that_are_too_old_to_be_replayed_leave_the_log(tmp_path: Path) -> 
 
 
 def test_at_each_checkpoint_of_a_run_the_log_s_file_alone_has_all_its_steps(tmp_path: Path) -> None:
-    ran(tmp_path, Copied)
+    ran(tmp_path, Copied, config=CONFIG.model_copy(update={"log": CONFIG.log.model_copy(update={"keep_steps": 0})}))
     assert [audit(tmp_path / f"alone-{step}").steps for step in range(STEPS)] == list(range(1, STEPS + 1))
 
 
@@ -285,10 +290,9 @@ def test_no_more_of_a_task_plays_at_once_than_its_agent_or_environment_allows(tm
     async def allowed() -> tuple[dict[str, int | None], list[int | None]]:
         buffer = Buffer.in_memory(run_meta(config), max_running=9)
         answers: Any = SimpleNamespace(scorer=None)
-        trackers: Any = SimpleNamespace(log_event=print)
         async with playing(config, prepared, ScriptedEngine(made), answers) as runner:
             parts: Any = runner
-            groups = orchestrator(config, prepared, runner, buffer, trackers)._sources
+            groups = orchestrator(config, prepared, runner, buffer)._sources
             rollouts = {name: one.max_at_once for name, one in parts.by_service.items()}
             return rollouts, [groups[name].groups_at_once() for name in ("game", "acted", "asked")]
 

@@ -67,7 +67,7 @@ class Buffer:
         self.counts: defaultdict[str, TaskCounts]
         """Per task service."""
         self.recovered, self.counts = self._recover(opened, meta)
-        self._writer = LogWriter(opened, on_failure=self._fail, threaded=threaded)
+        self._writer = LogWriter(opened, on_failure=self.fail_waiting, threaded=threaded)
 
     @classmethod
     def open(cls, run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool = False) -> "Buffer":
@@ -229,6 +229,17 @@ class Buffer:
 
         await self._writer.commit(write)
 
+    async def hand_out(self, group_ids: Sequence[str], version: int) -> None:
+        """Records taken groups as used by a loop of the user's own, and forgets all contents that no step needs."""
+        await self.consumed(self._last_step + 1, version, group_ids, version_after=version)
+        await self._writer.commit(log.forget_ended)
+
+    def fail_waiting(self, error: Exception) -> None:
+        """Fails everything that waits for groups or room, because no group will come any more."""
+        self._failure = self._failure or error
+        self._offered.set()
+        self._more_room.set()
+
     async def drop(self, group_ids: Sequence[str], reason: str) -> None:
         """Gives up taken groups that will not be trained on; others may start in their place."""
         groups = [one.waited.group for one in self._taken_of(group_ids)]
@@ -361,9 +372,3 @@ class Buffer:
         used = Counter({name: one.consumed for name, one in self.counts.items()})
         used.update(one.waited.service for one in self._taken.values())
         return used
-
-    def _fail(self, error: Exception) -> None:
-        """Fails all who wait for groups or room, because the log cannot be written any more."""
-        self._failure = self._failure or error
-        self._offered.set()
-        self._more_room.set()

@@ -269,6 +269,14 @@ def insert_step(connection: sqlite3.Connection, record: StepRecord, groups: Sequ
             raise sqlite3.IntegrityError(f"group {group.finished_seq} of step {record.step} is missing or was dropped")
 
 
+def forget_ended(connection: sqlite3.Connection) -> None:
+    """Removes the rollouts of groups that were consumed, dropped or failed; SQLite uses their room again."""
+    connection.execute(
+        "DELETE FROM rollouts WHERE finished_seq IN (SELECT finished_seq FROM consumed UNION ALL "
+        "SELECT finished_seq FROM groups JOIN ended USING (group_id))"
+    )
+
+
 def insert_version(connection: sqlite3.Connection, version: int, checksum: str) -> bool:
     """Records a Version's checksum; False when the log has another checksum for that Version."""
     before = connection.execute("SELECT checksum FROM published WHERE version = ?", (version,)).fetchone()

@@ -3,7 +3,7 @@
 A task's runner is the built-in single turn, or an agent that talks to the model through a session.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,6 @@ from shoal.config import Config
 from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer
-from shoal.observe.metrics import Trackers
 from shoal.rollout.agents.clients import Agent, agent_of
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.mixture_weights import BOUNDS, Adjuster
@@ -94,9 +93,16 @@ def _groups_at_once(environment: Environment, agent: Agent | None, group_size: i
 
 
 def orchestrator(
-    config: Config, prepared: Prepared, runner: Runner, buffer: Buffer, trackers: Trackers
+    config: Config,
+    prepared: Prepared,
+    runner: Runner,
+    buffer: Buffer,
+    on_event: Callable[..., None] = lambda name, **details: None,
 ) -> Orchestrator:
-    """Builds the orchestrator over the configured task services and their weights. Must be called on its event loop."""
+    """Builds the orchestrator over the configured task services and their weights. Must be called on its event loop.
+
+    `on_event` gets the names and details of its events.
+    """
     weights = {task.name: task.weight for task in config.tasks}
     weights = {name: weights.get(name, 1.0) for name in prepared.environments}
     bounds = BOUNDS if config.rollout.ratios == "automatic" else None
@@ -117,7 +123,7 @@ def orchestrator(
         buffer,
         post=lambda group: processed(group, hooks.get(group.task.service, [])),
         adjuster=None if config.rollout.ratios == "fixed" else Adjuster(weights, bounds),
-        on_event=trackers.log_event,
+        on_event=on_event,
     )
     if served is not None:
         attend(served, [one for one in drawn if one.health is not None], made.wake)

@@ -1,103 +1,113 @@
-"""A policy joins a model, its engine and its trainer for a user's own training loop. See docs/guides/library.md."""
+"""A policy is a model with its engine and trainer: the body of every training loop. See docs/guides/library.md.
+
+`shoal train` and a loop of the user's own run the same lines. TrainLoop adds the log of its steps and the schedule.
+"""
 
 import asyncio
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.experience.gate import AdmissionGate
-from shoal.interfaces import Engine, Purpose, Runner
+from shoal.experience.buffer import Buffer
+from shoal.interfaces import Engine, Runner
 from shoal.rollout.evaluation import evaluation, held_out_tasks
-from shoal.run.assemble import playing, serving
+from shoal.run.assemble import orchestrator, playing, serving
 from shoal.run.devices import Threads
+from shoal.run.dynamic_sampling import informative_groups
 from shoal.run.library import TaskSource, config_of
 from shoal.run.plan import prepare
-from shoal.run.prepared import Prepared, version_file
+from shoal.run.prepared import Prepared
+from shoal.run.run_dir import groups_at_once, run_meta
 from shoal.run.teacher import TextTeacher, text_teacher
-from shoal.trainer.advantage import step_samples
-from shoal.trainer.messages import StepStats
+from shoal.run.versions import Versions
+from shoal.swarm.external import external_rows
+from shoal.trainer.advantage import mask_tokens, step_samples
+from shoal.trainer.messages import StepStats, TokensFile
+from shoal.trainer.packing import mixed
 from shoal.trainer.worker import TrainerProcess, local_ranks
-from shoal.types import Group, Split
+from shoal.types import Group, Sample
 from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyParts:
+    """Running parts of a policy."""
+
+    config: Config
+    prepared: Prepared
+    engine: Engine
+    trainer: TrainerProcess
+    runner: Runner
+    buffer: Buffer
+    store: WeightStore
+    teacher: TextTeacher | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """Trainer's rows of one step."""
+
+    of_group: dict[str, tuple[Sample, ...]]
+    """Rows by group id, in training order."""
+    late_tokens: Counter[str] = field(default_factory=Counter)
+    """Masked late tokens by task."""
 
 
 class Policy:
     """Model that answers, trains and serves its new weights as the caller decides.
 
-    Invariant: no group of `groups` has a token older than `version - max_staleness`.
+    Invariant: without a late policy other than "drop", no group has a token older than `version - max_staleness`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        prepared: Prepared,
-        engine: Engine,
-        trainer: TrainerProcess,
-        runner: Runner,
-        folder: Path,
-        teacher: TextTeacher | None = None,
-    ) -> None:
-        self.config, self.engine, self.trainer, self._teacher = config, engine, trainer, teacher
-        self._prepared, self._runner = prepared, runner
-        self._store = WeightStore(folder / "weights")
-        self._gate = AdmissionGate(
-            config.asynchrony.staleness,
-            groups_per_step=config.train.groups_per_step,
-            push_every=1,
-            max_running=max(config.engine.max_running // config.rollout.group_size, 1),
+    def __init__(self, parts: PolicyParts, version: int = 0) -> None:
+        self.config, self.engine, self.trainer, self.buffer = parts.config, parts.engine, parts.trainer, parts.buffer
+        self.teacher, self.runner, self._prepared = parts.teacher, parts.runner, parts.prepared
+        self.versions = Versions(
+            parts.config, parts.prepared, parts.engine, parts.trainer, parts.buffer, parts.store, version
         )
-        self._running: list[asyncio.Task[Group]] = []
-        self._started = 0
+        self._since_push = 0
+        self._drawing: asyncio.Task[None] | None = None
 
     @property
     def version(self) -> int:
-        """Number of Versions that the engine loaded."""
-        return self._gate.version
+        """The newest Version: the number of pushes so far."""
+        return self.versions.number
 
     async def groups(self) -> list[Group]:
-        """Returns the next `train.groups_per_step` groups, and samples further groups ahead within the staleness bound.
+        """Returns the next `train.groups_per_step` groups, oldest first; further groups are sampled ahead within the
+        staleness bound.
 
-        Groups with less than half of their answers, or that became too old, are sampled again.
+        Groups with less than half of their answers, or that became too old, are sampled again. Raises a `ShoalError`.
         """
-        ready: list[Group] = []
-        while len(ready) < self.config.train.groups_per_step:
-            self._start_what_may()
-            group = await self._running[0]
-            self._running.pop(0)
-            usable = 2 * len(group.finished) > len(group.rollouts)
-            if usable and group.oldest_version >= self.config.asynchrony.staleness.oldest(self.version):
-                self._gate.accept()
-                ready.append(group)
-            else:
-                self._gate.fail()
-        self._start_what_may()
-        return ready
+        if self._drawing is None:
+            self._drawing = asyncio.create_task(self._draw(), name="drawing groups")
+        groups = await self.take()
+        await self.buffer.hand_out([group.id for group in groups], self.version)
+        return groups
 
     async def step(self, groups: Sequence[Group]) -> StepStats:
         """Trains one step on the groups. The engine keeps its weights."""
-        rows = step_samples(groups, self.config.train, self.config.rollout.max_tokens)
-        if self._teacher is not None:
-            rows = await self._teacher.taught(rows)
-        return await self.trainer.step(rows, self.version)
+        stats = await self.train(await self.rows(groups), since_push=self._since_push)
+        self._since_push += 1
+        return stats
 
     async def push(self) -> int:
         """Has the engine load the trained weights; returns the new Version. Running answers continue under it."""
-        version = self.version + 1
-        await self.trainer.write_version(self._store.begin(version) / version_file(self.config))
-        written = await asyncio.to_thread(self._store.seal, version)
-        await self.engine.update_weights(version, written.path)
-        await asyncio.to_thread(self._store.remove_before, version)
-        self._gate.on_loaded(version)
-        return version
+        await self.versions.write(self.version + 1)
+        await self.versions.load()
+        self._since_push = 0
+        return self.version
 
     async def accuracy(self, questions: int = 64) -> tuple[float, float]:
         """Share of held-out questions answered right: sampled as in training, and greedy."""
         tasks, _ = held_out_tasks(self._prepared.service, questions)
-        measured = await evaluation(tasks, self._runner)
+        measured = await evaluation(tasks, self.runner)
         return measured.values["sampled"], measured.values["greedy"]
 
     async def save(self, directory: str | os.PathLike[str]) -> Path:
@@ -106,25 +116,60 @@ class Policy:
         skip = shutil.ignore_patterns("*.safetensors*")
         await asyncio.to_thread(shutil.copytree, self._prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
         await self.trainer.write_version(target / FILE, push=False)
-        if self.config.train.lora.rank:  # beside the merged model, transformers would add it once more
+        if self.config.train.lora.rank:  # in the folder of the merged model, transformers would add it once more
             (target / "adapter").mkdir(exist_ok=True)
             await self.trainer.write_version(target / "adapter" / ADAPTER_FILE, push=False)
         return target
 
-    def close(self) -> None:
-        """Cancels the groups being sampled."""
-        for task in self._running:
-            task.cancel()
+    async def take(self) -> list[Group]:
+        """Takes the groups of one step from the buffer."""
+        take = informative_groups if self.config.train.dynamic_sampling else Buffer.take
+        return await take(self.buffer, self.config.train.groups_per_step, self.version)
 
-    def _start_what_may(self) -> None:
-        while self._gate.capacity:
-            self._running.append(asyncio.create_task(self._sample_group(self._gate.admit(), self._started)))
-            self._started += 1
+    async def rows(self, groups: Sequence[Group], version: int | None = None) -> StepRows:
+        """Builds the rows of groups for training under `version`, by default the newest."""
+        config, version = self.config, self.version if version is None else version
+        groups = mixed(groups, lambda group: group.external, config.train.minibatches)  # no update is theirs alone
+        samples = step_samples(groups, config.train, config.rollout.max_tokens)
+        if self.teacher is not None:
+            samples = await self.teacher.taught(samples)
+        rows = StepRows({group.id: of_group for group, of_group in zip(groups, samples, strict=True)})
+        oldest = config.asynchrony.staleness.masked_below(version)
+        for group in groups:
+            if group.external:
+                rows.of_group[group.id] = external_rows(rows.of_group[group.id], config.swarm.credit)
+            if oldest:
+                rows.of_group[group.id], late = mask_tokens(rows.of_group[group.id], oldest)
+                rows.late_tokens[group.task.service] += late
+        return rows
 
-    async def _sample_group(self, version: int, index: int) -> Group:
-        task = await asyncio.to_thread(self._prepared.service.draw, Split.TRAIN, index)
-        rollouts = await self._runner.rollouts(task, self.config.rollout.group_size, Purpose.TRAIN)
-        return Group(f"{task.service}-{index}", task, rollouts, version)
+    async def train(
+        self,
+        rows: StepRows,
+        version: int | None = None,
+        *,
+        since_push: int,
+        tokens_file: TokensFile | None = None,
+    ) -> StepStats:
+        """Has the trainer take one step, `since_push` steps after `version` was written."""
+        version = self.version if version is None else version
+        return await self.trainer.step(list(rows.of_group.values()), version, since_push, tokens_file=tokens_file)
+
+    async def aclose(self) -> None:
+        """Stops sampling."""
+        if self._drawing is not None:
+            self._drawing.cancel()
+            await asyncio.wait([self._drawing])
+
+    async def _draw(self) -> None:
+        """Keeps the buffer filled; an error that ends it is raised by `groups`."""
+        try:
+            await orchestrator(self.config, self._prepared, self.runner, self.buffer).run()
+        except ExceptionGroup as errors:
+            error: Exception = errors
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            self.buffer.fail_waiting(error)
 
 
 @asynccontextmanager
@@ -145,10 +190,12 @@ async def open_policy(
     >>> asyncio.run(loop())  # doctest: +SKIP
     """
     config, threads = config_of(model, tasks, reward, **settings), Threads()
-    with tempfile.TemporaryDirectory(prefix="shoal-policy-") as temporary, ExitStack() as stack:
-        folder = Path(temporary)
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-policy-")))
         prepared = await asyncio.to_thread(stack.enter_context, prepare(config))  # its checks may run coroutines
         log = folder / "logs" / "trainer.log"
+        buffer = Buffer.open(folder, run_meta(config), max_running=groups_at_once(config))
+        stack.push_async_callback(buffer.close)
         async with (
             local_ranks(log, threads.trainer, config.train.ranks, prepared.devices.ranks) as ranks,
             serving(config, prepared, folder, threads=threads) as (engine, single_turn),
@@ -157,8 +204,7 @@ async def open_policy(
         ):
             trainer = TrainerProcess(ranks)
             await trainer.start(prepared.model_dir, config, threads.trainer)
-            policy = Policy(config, prepared, engine, trainer, runner, folder, teacher)
-            try:
+            store = WeightStore(folder / "weights")
+            policy = Policy(PolicyParts(config, prepared, engine, trainer, runner, buffer, store, teacher))
+            async with aclosing(policy):
                 yield policy
-            finally:
-                policy.close()

@@ -1,23 +1,13 @@
-"""The result of a run and of its steps: figures, and sums over the steps."""
+"""The result of a run, and sums over the steps of all its processes."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
-from math import inf, nan
+from math import nan
 from pathlib import Path
-from statistics import fmean
 
-from shoal.experience.buffer import STALE, Buffer
-from shoal.interfaces import Scorer
 from shoal.observe.metrics import Record, number
-from shoal.reward.service import FULL, BinaryScorer, RewardService
-from shoal.run.dynamic_sampling import UNINFORMATIVE
-from shoal.tasks.remote_environment import EnvironmentScorer
-from shoal.trainer.messages import RATIO_BOUNDS, STATS_MEANINGS, StepStats
-from shoal.types import Group
 
 EVALS = ("sampled", "greedy", "sampled_reward", "greedy_reward")
-RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS, inf))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +96,3 @@ class RunTotals:
 def _known(record: Record, name: str) -> float:
     value = record.get(name)
     return float(value) if isinstance(value, int | float) else nan
-
-
-def stats_values(stats: StepStats) -> dict[str, float]:
-    """Metrics of the trainer's part of a step."""
-    measured = asdict(stats)
-    return {
-        **{name: measured[name] for name in STATS_MEANINGS if measured[name] is not None},
-        **{f"ratio_share/{name}": share for name, share in zip(RATIO_BINS, stats.ratio_shares, strict=True)},
-    }
-
-
-def scorer_values(scorer: Scorer) -> Mapping[str, float]:
-    """Figures of the run's own scorer; empty for any other."""
-    inner = scorer.scorer if isinstance(scorer, BinaryScorer) else scorer
-    inner = inner.others if isinstance(inner, EnvironmentScorer) else inner
-    return inner.values if isinstance(inner, RewardService) else {}
-
-
-def lost_groups(buffer: Buffer) -> dict[str, int]:
-    """Groups lost so far, and the tokens of those, by cause."""
-    counts, wasted = buffer.counts, buffer.wasted_tokens
-    return {
-        "wasted_tokens": wasted.total(),
-        **{f"wasted_tokens/{name}": count for name, count in wasted.items()},
-        **{f"dropped_late/{name}": task.dropped[STALE] for name, task in counts.items()},
-        "dropped_late": sum(task.dropped[STALE] for task in counts.values()),
-        "redrawn": sum(task.dropped[UNINFORMATIVE] for task in counts.values()),
-        "failed": sum(task.failed.total() for task in counts.values()),
-    }
-
-
-def task_values(groups: Sequence[Group], elapsed_s: float) -> dict[str, float]:
-    """Metrics of a step's groups by task."""
-    values: dict[str, float] = {}
-    for name in dict.fromkeys(group.task.service for group in groups):
-        finished = [rollout for group in groups if group.task.service == name for rollout in group.finished]
-        values[f"reward/{name}"] = fmean(rollout.reward.value for rollout in finished)
-        values[f"solve_rate/{name}"] = fmean(rollout.reward.value >= FULL for rollout in finished)
-        values[f"tokens_per_s/{name}"] = sum(rollout.sampled_tokens for rollout in finished) / elapsed_s
-    return values

@@ -73,7 +73,7 @@ async def opened_run(
     might remove a run in progress.
     """
     run_dir = Path(config.run_dir)
-    buffer = open_buffer(run_dir, run_meta(config), max_running=_groups_at_once(config), resume=resume)
+    buffer = open_buffer(run_dir, run_meta(config), max_running=groups_at_once(config), resume=resume)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(buffer.close)
         try:
@@ -133,7 +133,7 @@ def forget_lost_steps(run_dir: Path, steps: int) -> int:
     return newest - steps
 
 
-def _groups_at_once(config: Config) -> int:
+def groups_at_once(config: Config) -> int:
     """Groups that fill the engine, and a few more."""
     sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count or 1)
     return max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)

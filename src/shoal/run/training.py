@@ -33,14 +33,16 @@ from shoal.run.checks import check_start
 from shoal.run.devices import Threads
 from shoal.run.engines import OwnEngines
 from shoal.run.join_swarm import report_connection, swarm_node
-from shoal.run.loop import PARITY_BOUND_NATS, LoopDeps, TrainLoop
+from shoal.run.loop import RunParts, TrainLoop
 from shoal.run.plan import prepare
+from shoal.run.policy import Policy, PolicyParts
 from shoal.run.prepared import Prepared, version_file
 from shoal.run.result import Result, RunTotals
 from shoal.run.roles import launched, opened_roles, run_token, trainer_ranks
 from shoal.run.run_dir import Listener, opened_run
 from shoal.run.standstill import report_waits, watch_progress
 from shoal.run.teacher import text_teacher
+from shoal.run.versions import PARITY_BOUND_NATS
 from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
 from shoal.trainer.worker import Rank, TrainerProcess
@@ -146,45 +148,42 @@ async def train(
         )
         runner = await opened(playing(config, prepared, engine, answering))
         teacher = await opened(text_teacher(config.train, prepared.renderer))
-        parts = LoopDeps(
-            config, run_dir, engine, trainer, buffer, store, answering, runner, eval_tasks, trackers, node, teacher
-        )
-        return await _run_parts(parts, prepared, own)
+        parts = PolicyParts(config, prepared, engine, trainer, runner, buffer, store, teacher)
+        policy = Policy(parts, buffer.recovered.version)
+        return await _run_parts(policy, RunParts(run_dir, eval_tasks, answering.scorer, trackers, node), prepared, own)
 
 
-async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Result:
+async def _run_parts(policy: Policy, parts: RunParts, prepared: Prepared, own: OwnEngines) -> Result:
     """Recovers, checks parity, evaluates, trains, and evaluates again."""
-    began_s = time.monotonic()
-    recovered = parts.buffer.recovered
+    began_s, config, recovered = time.monotonic(), policy.config, policy.buffer.recovered
     first_step = 0 if recovered.last_step is None else recovered.last_step + 1
-    loop = TrainLoop(parts, first_step=first_step, version=recovered.version)
-    if first_step:
-        loop.totals = RunTotals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step)
+    totals = RunTotals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step) if first_step else RunTotals()
+    loop = TrainLoop(policy, parts, first_step=first_step, totals=totals)
     if first_step:
         parts.trackers.stage("bringing the trainer to the log's end")
     await loop.recover()
     parts.trackers.stage("comparing the logprobs of engine and trainer")
-    parity = await logprob_mismatch(parts, prepared, same_weights=first_step % parts.config.train.push_every == 0)
+    parity = await logprob_mismatch(policy, prepared, same_weights=first_step % config.train.push_every == 0)
     parts.trackers.log_event("parity", mismatch=parity)
     parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(in_use))
     devices = prepared.devices
     parts.trackers.log_event("machine", cores=cores(), gpus=len({*devices.engines, *devices.ranks}))
     if not first_step:
-        for reason in await paid_constants(parts.eval_tasks, parts.single_turn.scorer):
+        for reason in await paid_constants(parts.eval_tasks, parts.scorer):
             parts.trackers.log_event("pays_a_constant", reason=reason)
     parts.trackers.stage(f"answering {len(parts.eval_tasks)} held-out questions, twice")
-    await loop.evaluate(first_step)
+    await loop.evaluations.run(first_step)
     with report_waits():
-        trained_s = await _train_and_evaluate(parts, prepared, loop, own)
+        trained_s = await _train_and_evaluate(policy, parts, prepared, loop, own)
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     write_model(prepared.model_dir, newest, parts.run_dir)
-    if parts.config.train.lora.rank:  # a Version has either; in one folder, transformers would add the adapter again
-        other = Path("model", FILE) if version_file(parts.config) == ADAPTER_FILE else Path("adapter", ADAPTER_FILE)
+    if config.train.lora.rank:  # a Version has either; in one folder, transformers would add the adapter again
+        other = Path("model", FILE) if version_file(config) == ADAPTER_FILE else Path("adapter", ADAPTER_FILE)
         (parts.run_dir / other.parent).mkdir(exist_ok=True)
-        await parts.trainer.write_version(parts.run_dir / other, push=False)
-    if backup := parts.config.checkpoint.backup:
+        await policy.trainer.write_version(parts.run_dir / other, push=False)
+    if backup := config.checkpoint.backup:
         await asyncio.to_thread(back_up, parts.run_dir, backup)
-    totals, tenth = loop.totals, max(1, len(loop.totals.rewards) // 10)
+    tenth = max(1, len(totals.rewards) // 10)
     before, after = totals.evals[0], totals.evals[-1]
     return Result(
         accuracy_before=before["sampled"],
@@ -196,7 +195,7 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Re
         reward_first=fmean(totals.rewards[:tenth] or [0.0]),
         reward_last=fmean(totals.rewards[-tenth:] or [0.0]),
         wall_s=totals.wall_s + time.monotonic() - began_s,
-        steps=max(first_step, parts.config.train.steps),
+        steps=max(first_step, config.train.steps),
         samples_per_s=totals.samples / (totals.trained_s + trained_s),
         staleness_max=totals.staleness_max,
         parity=parity,
@@ -205,41 +204,44 @@ async def _run_parts(parts: LoopDeps, prepared: Prepared, own: OwnEngines) -> Re
     )
 
 
-async def _train_and_evaluate(parts: LoopDeps, prepared: Prepared, loop: TrainLoop, own: OwnEngines) -> float:
-    """Trains the remaining steps with all that runs beside them; returns the seconds taken."""
+async def _train_and_evaluate(
+    policy: Policy, parts: RunParts, prepared: Prepared, loop: TrainLoop, own: OwnEngines
+) -> float:
+    """Trains the remaining steps with the background tasks; returns the seconds taken."""
+    config = policy.config
 
     def progress() -> Hashable:
         """Any token, group, step, evaluation, Version or work of the trainer is progress."""
-        finished = sum(counts.finished for counts in parts.buffer.counts.values())
-        return (*loop.progress, finished, sum(rank.ticks for rank in parts.trainer.ranks))
+        finished = sum(counts.finished for counts in policy.buffer.counts.values())
+        return (*loop.progress, finished, sum(rank.ticks for rank in policy.trainer.ranks))
 
     def stood_still(reason: str) -> None:
         parts.trackers.log_event("standstill", reason=reason)
 
     began_s = time.monotonic()
-    drawing_groups = orchestrator(parts.config, prepared, parts.runner, parts.buffer, parts.trackers)
-    beside = {
+    drawing_groups = orchestrator(config, prepared, policy.runner, policy.buffer, parts.trackers.log_event)
+    background = {
         "orchestrator": drawing_groups.run(),
-        **{f"trainer rank {i}": _watch(rank) for i, rank in enumerate(parts.trainer.ranks)},
-        "loading versions": loop.load_versions(),
-        "watching the engine": loop.watch_engine(),
-        "watching for standstills": watch_progress(progress, own.helped, stood_still, parts.config.stall_s),
+        **{f"trainer rank {i}": _watch(rank) for i, rank in enumerate(policy.trainer.ranks)},
+        "loading versions": policy.versions.keep_loaded(),
+        "watching the engine": loop.watch.run(),
+        "watching for standstills": watch_progress(progress, own.helped, stood_still, config.stall_s),
     }
-    if backup := parts.config.checkpoint.backup:
-        every_s = parts.config.checkpoint.backup_s
-        beside["backup"] = keep_backup(parts.run_dir, backup, every_s, parts.trackers)
+    if backup := config.checkpoint.backup:
+        every_s = config.checkpoint.backup_s
+        background["backup"] = keep_backup(parts.run_dir, backup, every_s, parts.trackers)
     if parts.swarm is not None:
-        parts.buffer.on_finished = parts.swarm.offer
-        beside["swarm"] = parts.swarm.run()
+        policy.buffer.on_finished = parts.swarm.offer
+        background["swarm"] = parts.swarm.run()
         if isinstance(parts.swarm, Node):
-            beside["watching the swarm"] = report_connection(parts.swarm, parts.trackers.log_event)
+            background["watching the swarm"] = report_connection(parts.swarm, parts.trackers.log_event)
     async with asyncio.TaskGroup() as tasks:
-        background = {name: tasks.create_task(part, name=name) for name, part in beside.items()}
+        running = {name: tasks.create_task(part, name=name) for name, part in background.items()}
         await loop.run(tasks)
         trained_s = time.monotonic() - began_s
-        background["orchestrator"].cancel()  # what it has in flight must not slow the evaluation
-        await loop.evaluate(parts.config.train.steps)
-        for task in background.values():
+        running["orchestrator"].cancel()  # what it has in flight must not slow the evaluation
+        await loop.evaluations.run(config.train.steps)
+        for task in running.values():
             task.cancel()
     return trained_s
 
@@ -249,22 +251,22 @@ async def _watch(rank: Rank) -> None:
     raise ChildDied(await rank.died())
 
 
-async def logprob_mismatch(parts: LoopDeps, prepared: Prepared, *, same_weights: bool = True) -> float:
+async def logprob_mismatch(policy: Policy, prepared: Prepared, *, same_weights: bool = True) -> float:
     """Mean |difference| in nats between the logprobs of engine and trainer, on answers just sampled.
 
     Raises `ConfigError` above the bound of the dtype: importance ratios would measure the software, not the policy.
     Without `same_weights` no bound applies: a trainer that resumes between two Versions is ahead of the engines.
     """
-    sampling = Sampling(PARITY_TOKENS, stop_token_ids=prepared.renderer.stop_token_ids, seed=parts.config.seed)
+    sampling = Sampling(PARITY_TOKENS, stop_token_ids=prepared.renderer.stop_token_ids, seed=policy.config.seed)
     rows, sampled = [], []
     for index in range(4):
         prompt_ids = prepared.renderer.prompt_ids(prepared.service.draw(Split.EVAL, index).messages)
-        for completion in await parts.engine.generate(prompt_ids, sampling, n=2):
+        for completion in await policy.engine.generate(prompt_ids, sampling, n=2):
             rows.append([*prompt_ids, *completion.token_ids])
             sampled.append(completion.logprobs)
-    pairs = zip(await parts.trainer.logprobs(rows), sampled, strict=True)
+    pairs = zip(await policy.trainer.logprobs(rows), sampled, strict=True)
     mismatch = fmean(abs(a - b) for ours, theirs in pairs for a, b in zip(ours[-len(theirs) :], theirs, strict=True))
-    bound = PARITY_BOUND_NATS[parts.config.model.dtype]
+    bound = PARITY_BOUND_NATS[policy.config.model.dtype]
     if same_weights and not mismatch <= bound:  # nan is no agreement either
         raise ConfigError(
             f"engine and trainer disagree about the same tokens: mean |logprob difference| {mismatch:.2e} nats, "

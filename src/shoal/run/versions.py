@@ -1,0 +1,113 @@
+"""Versions of a policy: the trainer writes each, the log records it, then engines load it."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.config import Config
+from shoal.engine import canary
+from shoal.experience.buffer import Buffer
+from shoal.interfaces import Engine
+from shoal.run.prepared import Prepared, version_file
+from shoal.trainer.worker import TrainerProcess
+from shoal.types import Split
+from shoal.weights.store import WeightStore, WrittenVersion
+
+PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| between engine and trainer
+CANARY_TOKENS = 64
+
+
+class Versions:
+    """Writer and loader of Versions. Invariant: the log has a Version before an engine loads it."""
+
+    def __init__(
+        self,
+        config: Config,
+        prepared: Prepared,
+        engine: Engine,
+        trainer: TrainerProcess,
+        buffer: Buffer,
+        store: WeightStore,
+        number: int = 0,
+    ) -> None:
+        self._config, self._prepared, self._store = config, prepared, store
+        self._engine, self._trainer, self._buffer = engine, trainer, buffer
+        self._newest: WrittenVersion | None = None
+        self._to_load = asyncio.Event()
+        self._loaded = asyncio.Event()
+        self._loaded.set()
+        self.number = number
+        """The newest Version, whose weights are being trained."""
+        self.load_s = 0.0
+        """Seconds of the last load."""
+        self.on_inexact: Callable[[int], None] = lambda version: None
+        """Gets a Version that the log has with another checksum: a replay was not exact."""
+
+    async def write(self, number: int, *, push: bool = True) -> float:
+        """Writes the trained weights as Version `number` and records it; returns the trainer's seconds.
+
+        `push` counts the write as a push. Raises `TrainerError`, `ChildDied` and `RunDirError`.
+        """
+        unfinished = self._store.begin(number)
+        busy_s = await self._trainer.write_version(unfinished / version_file(self._config), push=push)
+        if self._config.engine.urls or self._config.cluster.listen:
+            await self._write_canary(unfinished)
+        written = await asyncio.to_thread(self._store.seal, number)
+        if not await self._buffer.record_version(number, written.checksum):
+            self.on_inexact(number)
+        self._newest, self.number = written, number
+        return busy_s
+
+    async def load(self) -> None:
+        """Has engines load the newest Version, then removes older ones."""
+        written, began_s = self._newest, time.monotonic()
+        assert written is not None, "no Version was written yet"
+        await self._engine.update_weights(written.version, written.path)
+        self.load_s = time.monotonic() - began_s
+        self._buffer.on_loaded(written.version)
+        await asyncio.to_thread(self._store.remove_before, written.version)
+
+    def load_soon(self) -> None:
+        """Has `keep_loaded` load the newest Version; returns at once."""
+        self._loaded.clear()
+        self._to_load.set()
+
+    async def keep_loaded(self) -> None:
+        """Loads the newest Version after each `load_soon`, until cancelled."""
+        while True:
+            await self._to_load.wait()
+            self._to_load.clear()
+            await self.load()
+            if not self._to_load.is_set():
+                self._loaded.set()
+
+    async def loaded(self) -> None:
+        """Waits until engines serve every Version of `load_soon`."""
+        await self._loaded.wait()
+
+    async def keep_only(self, number: int) -> None:
+        """Removes all other Versions that an ended run left: a resume needs no more disk than a run."""
+        await asyncio.to_thread(self._store.keep_only, number)
+
+    async def recover(self, number: int) -> None:
+        """Has engines load Version `number` of an ended run from its files.
+
+        Without these files the trainer writes its weights; they differ only if steps without a Version followed.
+        """
+        if self._newest is None:
+            kept = await asyncio.to_thread(self._store.kept, number)
+            if kept is not None and await self._buffer.record_version(number, kept.checksum):
+                self._newest, self.number = kept, number
+            else:
+                await self.write(number, push=False)
+        assert self._newest is not None
+        await self._engine.update_weights(number, self._newest.path)
+
+    async def _write_canary(self, directory: Path) -> None:
+        """Writes the logprobs of the new weights on one prompt; engines of other projects are checked by them."""
+        task = await asyncio.to_thread(self._prepared.service.draw, Split.EVAL, 0)
+        row = self._prepared.renderer.prompt_ids(task.messages)[:CANARY_TOKENS]
+        (logprobs,) = await self._trainer.logprobs([row])
+        bound = PARITY_BOUND_NATS[self._config.model.dtype]
+        await asyncio.to_thread(canary.write, canary.Canary(tuple(row), logprobs, bound), directory)
