@@ -84,7 +84,7 @@ run.loop:TrainLoop.run
                   model.packed:packed_outputs
                 trainer.loss:token_loss
               trainer.optim:Optimizer.update
-    run.versions:Versions.write
+    run.versions:ServedVersions.write
       trainer.worker:TrainerProcess.write_version
         trainer.worker:answer_to @ WriteVersion
           trainer.trainer:Trainer.write_weights
@@ -164,7 +164,7 @@ gateway.server:Gateway._generate
 """
 
 WEIGHTS = """
-run.versions:Versions.write
+run.versions:ServedVersions.write
   weights.store:WeightStore.begin
   trainer.worker:TrainerProcess.write_version
     trainer.worker:answer_to @ WriteVersion
@@ -173,7 +173,7 @@ run.versions:Versions.write
         trainer.optim:Optimizer.count_push
   weights.store:WeightStore.seal
   experience.buffer:Buffer.record_version
-run.versions:Versions.load
+run.versions:ServedVersions.load
   engine.pool:EnginePool.update_weights
     engine.pool:EnginePool._load
       engine.pool_loading:Loader.loaded

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from shoal.config import load as load
     from shoal.errors import ShoalError as ShoalError
     from shoal.run.library import train as train
+    from shoal.run.own_loop import open_policy as open_policy
     from shoal.run.policy import Policy as Policy
-    from shoal.run.policy import open_policy as open_policy
     from shoal.run.result import Result as Result
     from shoal.tasks.sdk import Question as Question
     from shoal.tasks.sdk import task as task
@@ -37,7 +37,8 @@ _HOMES = {
         "config": ("Config", "load"),
         "errors": ("ShoalError",),
         "run.library": ("train",),
-        "run.policy": ("Policy", "open_policy"),
+        "run.own_loop": ("open_policy",),
+        "run.policy": ("Policy",),
         "run.result": ("Result",),
         "tasks.sdk": ("Question", "task"),
         "trainer.streams": ("Streams", "TokenLoss"),

@@ -27,7 +27,7 @@ from shoal.run.plan import plan, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
 from shoal.run.training import run_training, train
-from shoal.run.versions import Versions
+from shoal.run.versions import ServedVersions
 from shoal.tasks.sdk import Definition, Question
 from shoal.trainer.trainer import Trainer
 from shoal.types import Split, Task
@@ -87,7 +87,7 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
         await buffer.record_version(1, sealed.checksum)
         parts: Any = {"engine": engine, "trainer": LaterWeights(), "buffer": buffer, "store": store}
         nothing: Any = None
-        await Versions(config, nothing, **parts, number=1).recover(1)
+        await ServedVersions(config, nothing, **parts, number=1).recover(1)
         await buffer.close()
 
     asyncio.run(resume())

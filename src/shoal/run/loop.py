@@ -34,7 +34,7 @@ from shoal.types import Group, Task
 
 @dataclass(frozen=True, slots=True)
 class RunParts:
-    """What a run has besides its policy."""
+    """Parts of a run that its policy does not hold."""
 
     run_dir: Path
     eval_tasks: Sequence[Task]
@@ -128,7 +128,7 @@ class TrainLoop:
         with metrics.waiting("groups_wait_s"):
             async with asyncio.TaskGroup() as both:
                 taking = both.create_task(policy.take())
-                # While the step waits for groups of its own, the trainer is free to encode those of peers.
+                # While the step waits for own groups, the trainer is free to encode those of peers.
                 encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
         rows = await policy.rows([*groups, *external])

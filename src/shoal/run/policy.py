@@ -6,10 +6,8 @@
 import asyncio
 import os
 import shutil
-import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,20 +15,16 @@ from shoal.config import Config
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import Engine, Runner
 from shoal.rollout.evaluation import evaluation, held_out_tasks
-from shoal.run.assemble import orchestrator, playing, serving
-from shoal.run.devices import Threads
+from shoal.run.assemble import orchestrator
 from shoal.run.dynamic_sampling import informative_groups
-from shoal.run.library import TaskSource, config_of
-from shoal.run.plan import prepare
 from shoal.run.prepared import Prepared
-from shoal.run.run_dir import groups_at_once, run_meta
-from shoal.run.teacher import TextTeacher, text_teacher
-from shoal.run.versions import Versions
+from shoal.run.teacher import TextTeacher
+from shoal.run.versions import ServedVersions
 from shoal.swarm.external import external_rows
 from shoal.trainer.advantage import mask_tokens, step_samples
 from shoal.trainer.messages import StepStats, TokensFile
 from shoal.trainer.packing import mixed
-from shoal.trainer.worker import TrainerProcess, local_ranks
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import Group, Sample
 from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
 
@@ -68,7 +62,7 @@ class Policy:
     def __init__(self, parts: PolicyParts, version: int = 0) -> None:
         self.config, self.engine, self.trainer, self.buffer = parts.config, parts.engine, parts.trainer, parts.buffer
         self.teacher, self.runner, self._prepared = parts.teacher, parts.runner, parts.prepared
-        self.versions = Versions(
+        self.versions = ServedVersions(
             parts.config, parts.prepared, parts.engine, parts.trainer, parts.buffer, parts.store, version
         )
         self._since_push = 0
@@ -170,41 +164,3 @@ class Policy:
             while isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             self.buffer.fail_waiting(error)
-
-
-@asynccontextmanager
-async def open_policy(
-    model: str | os.PathLike[str] = "demo",
-    tasks: Sequence[TaskSource] | TaskSource | None = None,
-    reward: object = None,
-    **settings: object,
-) -> AsyncIterator[Policy]:
-    """Starts an engine and a trainer with a model; arguments are those of `train`. Raises a `ShoalError`.
-
-    >>> import asyncio, shoal
-    >>> async def loop() -> None:
-    ...     async with shoal.open_policy("demo", max_tokens=12) as policy:
-    ...         for _ in range(10):
-    ...             await policy.step(await policy.groups())
-    ...             await policy.push()
-    >>> asyncio.run(loop())  # doctest: +SKIP
-    """
-    config, threads = config_of(model, tasks, reward, **settings), Threads()
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-policy-")))
-        prepared = await asyncio.to_thread(stack.enter_context, prepare(config))  # its checks may run coroutines
-        log = folder / "logs" / "trainer.log"
-        buffer = Buffer.open(folder, run_meta(config), max_running=groups_at_once(config))
-        stack.push_async_callback(buffer.close)
-        async with (
-            local_ranks(log, threads.trainer, config.train.ranks, prepared.devices.ranks) as ranks,
-            serving(config, prepared, folder, threads=threads) as (engine, single_turn),
-            playing(config, prepared, engine, single_turn) as runner,
-            text_teacher(config.train, prepared.renderer) as teacher,
-        ):
-            trainer = TrainerProcess(ranks)
-            await trainer.start(prepared.model_dir, config, threads.trainer)
-            store = WeightStore(folder / "weights")
-            policy = Policy(PolicyParts(config, prepared, engine, trainer, runner, buffer, store, teacher))
-            async with aclosing(policy):
-                yield policy

@@ -18,7 +18,7 @@ PARITY_BOUND_NATS = {"float32": 1e-3, "bfloat16": 0.1}  # of mean |difference| b
 CANARY_TOKENS = 64
 
 
-class Versions:
+class ServedVersions:
     """Writer and loader of Versions. Invariant: the log has a Version before an engine loads it."""
 
     def __init__(
