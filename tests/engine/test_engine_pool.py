@@ -64,8 +64,7 @@ class CountingEngine:
         finish = FinishReason.LENGTH
         while len(versions) < sampling.max_tokens:
             await asyncio.sleep(0)
-            while self.hangs:  # noqa: ASYNC110
-                await asyncio.sleep(0.001)
+            await until(lambda: not self.hangs)
             self.answering()
             if generation != self.generation:
                 finish = FinishReason.ABORT
@@ -120,18 +119,15 @@ class SilentEngine(CountingEngine):
 
     async def info(self) -> EngineInfo:
         self.infos += 1
-        while self.silent_info:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.silent_info)
         return await super().info()
 
     async def abort(self) -> None:
-        while self.silent_abort:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.silent_abort)
 
     async def update_weights(self, version: int, path: Path) -> None:
         self.loads.append(version)
-        while self.silent_load:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        await until(lambda: not self.silent_load)
         if version == self.gone:
             raise RequestRefused("no such file")
         await super().update_weights(version, path)
@@ -183,7 +179,7 @@ def test_calls_of_one_session_go_to_one_engine() -> None:
 def test_an_engine_that_dies_loses_no_request_and_is_brought_up_when_it_is_back() -> None:
     async def body(pool: EnginePool) -> None:
         asked = [asyncio.create_task(pool.generate([i], Sampling(40), n=2)) for i in range(60)]
-        await asyncio.sleep(0.002)
+        await until(lambda: pool.replicas[0].load > 0)
         engines[0].dead = True
         for i, task in enumerate(asked):
             assert [c.token_ids for c in await task] == [true_answer([i], 40)] * 2
@@ -203,7 +199,7 @@ def test_a_request_waits_for_the_only_engine_to_come_back() -> None:
     async def body(pool: EnginePool) -> None:
         engine.dead = True
         waiting = asyncio.create_task(pool.generate([1], Sampling(3)))
-        await asyncio.sleep(0.05)
+        await until(lambda: pool.replicas[0].state == "away")
         assert not waiting.done()
         engine.dead = False
         assert (await waiting)[0].token_ids == true_answer([1], 3)
@@ -216,7 +212,7 @@ def test_an_engine_that_hangs_gives_its_requests_back() -> None:
     async def body(pool: EnginePool) -> None:
         engines[0].hangs = True
         asked = [asyncio.create_task(pool.generate([i], Sampling(9))) for i in range(20)]
-        await asyncio.sleep(0.02)
+        await until(lambda: sum(task.done() for task in asked) > 0 and pool.replicas[1].load == 0)
         assert any(not task.done() for task in asked)
         engines[0].dead = True  # it hangs, and its health says so
         for i, task in enumerate(asked):
@@ -422,7 +418,7 @@ def test_an_engine_that_alone_refuses_weights_gets_no_requests_until_it_takes_th
 def test_an_engine_that_leaves_hands_its_answers_over_where_they_are() -> None:
     async def body(pool: EnginePool) -> None:
         asked = [asyncio.create_task(pool.generate([i], Sampling(50), n=2)) for i in range(40)]
-        await asyncio.sleep(0.002)
+        await until(lambda: all(replica.load for replica in pool.replicas))
         await pool.join("late", CountingEngine())
         await pool.leave("0")
         await pool.leave("1")

@@ -1,8 +1,10 @@
 """Ctrl-C and SIGTERM end a run in bounded time with a sentence, whatever process of it is stopped."""
 
+import itertools
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shoal.experience.audit import audit
@@ -16,22 +18,23 @@ LEAVING_S = 10.0
 @pytest.mark.parametrize(
     ("told", "stopped"),
     [
-        (signal.SIGTERM, ""),
-        (signal.SIGINT, "shoal.engine.http_server"),
-        (signal.SIGTERM, "shoal.trainer.worker"),
-        (signal.SIGTERM, "shoal.reward.worker"),
+        (signal.SIGINT, ()),
+        (signal.SIGTERM, ("shoal.engine.http_server",)),
+        (signal.SIGTERM, ("shoal.trainer.worker", "shoal.reward.worker")),
     ],
 )
 def test_a_run_that_is_told_to_stop_ends_whatever_is_stopped(
-    told: signal.Signals, stopped: str, tmp_path: Path, tiny_model_dir: Path
+    told: signal.Signals, stopped: tuple[str, ...], tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     run = start(tmp_path, tiny_model_dir)
     wait_for_steps(tmp_path / "run", 2, run)
-    for child in children(run, stopped):
+    for child in itertools.chain(*(children(run, module) for module in stopped)):
         child.send_signal(signal.SIGSTOP)
+    processes = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(told)
     _, err = run.communicate(timeout=END_S + LEAVING_S)
     assert run.returncode == 130, err
-    assert "go on with" in err
+    assert err.endswith("shoal: stopped; go on with: shoal train run/resolved.toml --resume\n")
+    assert psutil.wait_procs(processes, timeout=LEAVING_S)[1] == []
     assert "Traceback" not in err
     assert audit(tmp_path / "run").ok

@@ -51,9 +51,7 @@ def test_logprobs_and_gradients_equal_those_of_each_row_alone(
 ) -> None:
     ours, theirs = models
     tokens_T = torch.tensor([token for row in rows for token in row])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed, "FEW_POSITIONS", few)
-        logp_T = packed_logprobs(ours, tokens_T, [len(row) for row in rows], temperature=temperature)
+    logp_T = packed_logprobs(ours, tokens_T, [len(row) for row in rows], temperature=temperature, few_positions=few)
     wanted_T = torch.cat([own_logprobs(theirs, row, temperature) for row in rows])
     torch.testing.assert_close(logp_T, wanted_T, rtol=1e-4, atol=1e-5)
     if not wanted_T.requires_grad or not logp_T.requires_grad:

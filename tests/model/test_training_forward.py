@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from engine_models import saved
-from shoal.model import family, packed, training_forward
+from shoal.model import family
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs, packed_outputs
 from shoal.model.training_forward import TrainingForward
@@ -36,36 +36,26 @@ def gradients(
     """Gradients of a loss of logprobs and entropies, added up over some micro-batches."""
     model.zero_grad()
     for batch in range(1, batches + 1):
-        outputs = packed_outputs(forward, TOKENS, LENGTHS, at=AT, temperature=0.7, entropy="gradient")
+        outputs = packed_outputs(forward, TOKENS, LENGTHS, at=AT, temperature=0.7, entropy="gradient", few_positions=0)
         assert outputs.entropy_N is not None
         weight_N = torch.linspace(-batch, 2, len(AT))
         (weight_N * outputs.logp_N + 0.1 * outputs.entropy_N).mean().backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture
-def as_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has small models computed as large ones."""
-    monkeypatch.setattr(training_forward, "SMALL", 0)
-    monkeypatch.setattr(training_forward, "BLOCK", 300)
-    monkeypatch.setattr(packed, "FEW_POSITIONS", 0)
+AS_LARGE: dict[str, int] = {"small": 0, "block": 300}
+"""Sizes by which a small model is computed as a large one."""
+both_sizes = pytest.mark.parametrize("sizes", [{}, AS_LARGE], ids=["as they are", "as large ones"])
 
 
-@pytest.fixture(params=["as they are", "as large ones"])
-def both_sizes(request: pytest.FixtureRequest) -> None:
-    """Has small models computed as they are, and then as large ones."""
-    if request.param == "as large ones":
-        request.getfixturevalue("as_large")
-
-
-@pytest.mark.usefixtures("both_sizes")
+@both_sizes
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_are_those_of_the_modules(kind: str, tmp_path: Path) -> None:
+def test_values_and_gradients_are_those_of_the_modules(kind: str, sizes: dict[str, int], tmp_path: Path) -> None:
     name, settings = KINDS[kind]
     path = saved(name, tmp_path, **settings)
     modules, model = load_model(path), load_model(path)
     assert family.is_known(model)
-    forward = TrainingForward(model, torch.float32)
+    forward = TrainingForward(model, torch.float32, **sizes)
     torch.testing.assert_close(
         packed_logprobs(forward, TOKENS, LENGTHS), packed_logprobs(modules, TOKENS, LENGTHS), rtol=1e-4, atol=1e-5
     )
@@ -75,16 +65,18 @@ def test_values_and_gradients_are_those_of_the_modules(kind: str, tmp_path: Path
         torch.testing.assert_close(gradient, wanted[parameter], rtol=1e-3, atol=2e-5, msg=parameter)
 
 
-@pytest.mark.usefixtures("both_sizes")
+@both_sizes
 @pytest.mark.parametrize("kind", KINDS)
-def test_in_bfloat16_gradients_are_as_near_to_those_in_float32_as_autocast_has_them(kind: str, tmp_path: Path) -> None:
+def test_in_bfloat16_gradients_are_as_near_to_those_in_float32_as_autocast_has_them(
+    kind: str, sizes: dict[str, int], tmp_path: Path
+) -> None:
     name, settings = KINDS[kind]
     path = saved(name, tmp_path, **settings)
     exact, modules, model = (load_model(path) for _ in range(3))
     wanted = gradients(exact, exact)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         usual = gradients(modules, modules)
-    found = gradients(model, TrainingForward(model, torch.bfloat16))
+    found = gradients(model, TrainingForward(model, torch.bfloat16, **sizes))
     assert all(gradient.dtype == torch.float32 for gradient in found.values())
 
     def distance(one: dict[str, Tensor]) -> float:
@@ -123,13 +115,12 @@ class Made(TorchDispatchMode):
         return result
 
 
-@pytest.mark.usefixtures("as_large")
 def test_gradients_have_their_memory_before_the_backward_pass(tmp_path: Path) -> None:
     model = load_model(saved("Qwen3", tmp_path, num_key_value_heads=2, tie_word_embeddings=False))
-    forward = TrainingForward(model, torch.bfloat16)
+    forward = TrainingForward(model, torch.bfloat16, **AS_LARGE)
     with Made() as made:
         packed_logprobs(forward, TOKENS, LENGTHS)  # its gradient is never computed
-    wanted = gradients(model, TrainingForward(model, torch.bfloat16))
+    wanted = gradients(model, TrainingForward(model, torch.bfloat16, **AS_LARGE))
     found = gradients(model, forward)
     before = {one.data_ptr() for one in made.tensors}
     for name, parameter in model.named_parameters():

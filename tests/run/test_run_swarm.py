@@ -4,15 +4,17 @@ the run that it would have been."""
 import asyncio
 import hashlib
 import json
+import queue
 import shutil
-import subprocess
-import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from command import shoal
 from shoal import wire
 from shoal.config import load, parse
 from shoal.errors import ConfigError
@@ -67,14 +69,8 @@ def config(tmp_path: Path, tiny_model_dir: Path) -> Path:
     return path
 
 
-def command(config: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "shoal.cli", "train", str(config), "--json", *options]
-
-
 def trained(config: Path, *options: str) -> dict[str, object]:
-    done = subprocess.run(
-        command(config, *options), cwd=config.parent, capture_output=True, text=True, timeout=250, check=False
-    )
+    done = shoal("train", str(config), "--json", *options, cwd=config.parent)
     assert done.returncode == 0, done.stderr
     outcome: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return outcome
@@ -97,8 +93,8 @@ def offer(question: str, truth: str, *texts: str) -> bytes:
 def with_peer(
     folder: Path, payloads: Sequence[bytes], body: Callable[[str], None], identity: Identity | None = None
 ) -> int:
-    """Runs `body` beside a server to which a peer gives payloads, again and again; gives how many it heard."""
-    heard = 0
+    """Runs `body` while a peer gives payloads to a server, again and again; gives how many offers the peer received."""
+    heard, urls, done = 0, queue.Queue[str](), threading.Event()
 
     async def main() -> None:
         me = identity or Identity.fresh()
@@ -122,12 +118,19 @@ def with_peer(
                         await asyncio.sleep(0.02)
 
             tasks = [asyncio.create_task(hear()), asyncio.create_task(say())]
-            await asyncio.to_thread(body, server.url)
+            urls.put(server.url)
+            await asyncio.to_thread(done.wait)
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    asyncio.run(main())
+    with ThreadPoolExecutor(1) as peer:
+        served = peer.submit(asyncio.run, main())
+        try:
+            body(urls.get(timeout=60))
+        finally:
+            done.set()
+        served.result()
     return heard
 
 
@@ -142,17 +145,17 @@ def test_a_run_trains_on_what_peers_offer_besides_its_own_and_its_log_replays(co
         trained(config, *options, "--swarm.external_groups=2")
         # The last checkpoint is gone: the steps after the one before are trained again from the log.
         shutil.rmtree(max((run / "checkpoints").glob("step-*"), key=lambda path: int(path.name[5:])))
-        trained(config, *options, "--swarm.external_groups=2", "--swarm.reuse=4", "--resume", "--train.steps=44")
+        trained(config, *options, "--swarm.external_groups=2", "--swarm.reuse=4", "--resume", "--train.steps=24")
 
     heard = with_peer(config.parent / "server", GOOD, body)
     assert heard >= 10  # the run shared its own groups as well
     report = audit(run)
     assert report.ok, report.sentences()
     steps = steps_of(run)
-    assert len(steps) == 44
+    assert len(steps) == 24
     external = sum(step["external"] for step in steps)
     assert external >= 2
-    assert report.consumed == 44 * 2 + external
+    assert report.consumed == 24 * 2 + external
     assert all(step["external"] + step["external_missing"] == 2 for step in steps)
     assert any(step.get("reward_external", 0) == pytest.approx(0.5) for step in steps)
     events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

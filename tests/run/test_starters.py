@@ -4,12 +4,11 @@ import ast
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
-from command import Process, shoal
+from command import shoal
 from shoal.config import load, to_toml
 from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
@@ -19,13 +18,6 @@ ROOT = Path(__file__).parents[2]
 ALONE = ("first", "data", "reward", "agent", "trl")
 """Starters whose runs need no other process."""
 SHORT = ("--train.steps=3", "--eval.questions=6", "--eval.every_steps=0")
-
-
-def started(*words: str, cwd: Path) -> Process:
-    """A command in a process of its own, beside others."""
-    return subprocess.run(
-        [sys.executable, "-m", "shoal.cli", *words], cwd=cwd, capture_output=True, text=True, check=False
-    )
 
 
 def test_init_names_the_files_and_the_next_commands(tmp_path: Path) -> None:
@@ -71,41 +63,6 @@ def test_the_tasks_of_all_starters_train_in_one_run(tmp_path: Path) -> None:
     counts = task_counts(run)
     assert {name for name, one in counts.items() if one.finished} == {task.name for task in tasks}
     assert sum(one.failed.total() for one in counts.values()) == 0
-
-
-def test_the_starter_of_a_swarm_has_two_nodes_that_meet(tmp_path: Path) -> None:
-    folder = tmp_path / "swarm"
-    write_starter("swarm", folder)
-    serve = [sys.executable, "-m", "shoal.cli", "swarm", "serve", "--port", "0"]
-    with subprocess.Popen(serve, cwd=folder, stdout=subprocess.PIPE, text=True) as server:
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().partition('["')[2].partition('"]')[0]
-            command = ("train", "run.toml", f'--swarm.servers=["{url}"]', "--train.steps=8", *SHORT[1:])
-            done: dict[str, Process] = {}
-            nodes = [
-                threading.Thread(
-                    target=lambda name, seed: done.update(
-                        {name: started(*command, f"--run_dir=runs/{name}", f"--seed={seed}", cwd=folder)}
-                    ),
-                    args=(name, seed),
-                )
-                for seed, name in enumerate(("node-a", "node-b"))
-            ]
-            for node in nodes:
-                node.start()
-            for node in nodes:
-                node.join()
-            joined = shoal("swarm", "join", "run.toml", f"--server={url}", "--rule=truth", "--groups=1", cwd=folder)
-        finally:
-            server.terminate()
-    assert [one.returncode for one in done.values()] == [0, 0], [one.stderr for one in done.values()]
-    assert joined.returncode == 0, joined.stderr
-    assert f" answers for {url}; Ctrl-C ends" in joined.stderr
-    assert (folder / "runs" / "node-join" / "swarm" / "status.json").is_file(), "a run of its configuration can begin"
-    status = shoal("swarm", "status", "node-a", cwd=folder)
-    assert status.returncode == 0, status.stderr
-    assert "shared" in status.stdout
 
 
 def test_the_starter_of_verifiers_is_a_task_for_a_process_of_its_own() -> None:

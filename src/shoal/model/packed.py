@@ -34,7 +34,9 @@ class PackedRows:
     Where attention is by hand, queries of a shared beginning are computed once, too.
     """
 
-    def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, tree: PrefixTree, device: torch.device | str = "cpu", few_positions: int = FEW_POSITIONS
+    ) -> None:
         assert tree.tokens
         # (padded length L, node index [R * L] or None for all in order, positions whose queries another path has)
         self._buckets: list[tuple[int, Tensor | None, int]] = []
@@ -47,7 +49,7 @@ class PackedRows:
         inverse_T = torch.empty(len(tree.tokens), dtype=torch.long)
         positions = outs = 0
         by_hand = torch.device(device).type == "cpu" and max(lengths) <= LONGEST_BY_HAND
-        skips = by_hand and sum(lengths) > FEW_POSITIONS
+        skips = by_hand and sum(lengths) > few_positions
         for rows in _buckets_of_like_length(lengths, [path.shared if skips else 0 for path in tree.paths]):
             padded = lengths[rows[0]]
             skipped = min(tree.paths[row].shared for row in rows) if skips else 0
@@ -116,7 +118,14 @@ def _buckets_of_like_length(lengths: Sequence[int], shared: Sequence[int]) -> li
     return buckets
 
 
-def packed_logprobs(model: Forward, tokens_T: Tensor, lengths: Sequence[int], *, temperature: float = 1.0) -> Tensor:
+def packed_logprobs(
+    model: Forward,
+    tokens_T: Tensor,
+    lengths: Sequence[int],
+    *,
+    temperature: float = 1.0,
+    few_positions: int = FEW_POSITIONS,
+) -> Tensor:
     """Logprobs [T] (nats, float32, differentiable) of tokens given the tokens before them in their row.
 
     `tokens_T` holds rows of the given lengths end to end; the first token of each row gets 0.
@@ -124,8 +133,8 @@ def packed_logprobs(model: Forward, tokens_T: Tensor, lengths: Sequence[int], *,
     # No token predicts the first token of a row.
     firsts = {end - length for end, length in zip(accumulate(lengths), lengths, strict=True)}
     at_N = torch.tensor([i for i in range(len(tokens_T)) if i not in firsts], dtype=torch.long, device=tokens_T.device)
-    logp_N = packed_outputs(model, tokens_T, lengths, at=at_N, temperature=temperature).logp_N
-    return torch.zeros(len(tokens_T), device=tokens_T.device).index_put((at_N,), logp_N)
+    outputs = packed_outputs(model, tokens_T, lengths, at=at_N, temperature=temperature, few_positions=few_positions)
+    return torch.zeros(len(tokens_T), device=tokens_T.device).index_put((at_N,), outputs.logp_N)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +159,16 @@ def packed_outputs(
     entropy: Literal["value", "gradient"] | None = None,
     value_head: nn.Module | None = None,
     routing_TB: Tensor | None = None,
+    most_logits: int = MOST_LOGITS,
+    few_positions: int = FEW_POSITIONS,
 ) -> TokenOutputs:
     """Logprobs of the tokens at the positions `at` [N], none of them the first of its row, as in `packed_logprobs`.
 
     Common beginnings of rows are computed once, and only hidden states that predict a selected token pass through the
     language-model head. `entropy` adds the entropies (nats) of the sampling distributions; their gradient keeps more
     memory of the size of the logits. A value head maps hidden states [U, D], the inputs of the language-model head, to
-    [U, 1]. A model with a `Routing` uses the stored experts `routing_TB` of the tokens, or its own choice without.
+    [U, 1]. A model with a `Routing` uses the stored experts `routing_TB` of the tokens, or its own choice without. At
+    most `most_logits` logits are kept at a time.
     """
     device = tokens_T.device
     if not len(at):
@@ -170,7 +182,7 @@ def packed_outputs(
     heads_U, head_N = torch.unique(node_T[at - 1], return_inverse=True)
     if isinstance(model, PreTrainedModel) and (routing := routing_of(model)) is not None:
         routing.given_TE = None if routing_TB is None else _of_nodes(routing.read(routing_TB), node_T, len(tree.tokens))
-    hidden_UD, head = _hidden(model, tree, heads_U)
+    hidden_UD, head = _hidden(model, tree, heads_U, few_positions)
     logp_N, entropy_N = _head_outputs(
         model.model if isinstance(model, TrainingForward) else model,
         head,
@@ -179,6 +191,7 @@ def packed_outputs(
         tokens_T[at],
         temperature=temperature,
         entropy=entropy,
+        most_logits=most_logits,
     )
     value_N = None if value_head is None else value_head(hidden_UD.float()).float()[head_N, 0]
     return TokenOutputs(logp_N, entropy_N, value_N)
@@ -192,9 +205,11 @@ def _of_nodes(routing_TE: Tensor, node_T: Tensor, nodes: int) -> Tensor:
     return routing_UE
 
 
-def _hidden(model: Forward, tree: PrefixTree, keep_U: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _hidden(
+    model: Forward, tree: PrefixTree, keep_U: Tensor, few_positions: int = FEW_POSITIONS
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Inputs [U, D] of the language-model head at the kept nodes, and the head."""
-    layout = PackedRows(tree, keep_U.device)
+    layout = PackedRows(tree, keep_U.device, few_positions)
     token_M = torch.tensor(tree.tokens, device=keep_U.device)
     position_M = torch.tensor(tree.positions, device=keep_U.device)
     if isinstance(model, TrainingForward):
@@ -219,11 +234,12 @@ def _head_outputs(
     *,
     temperature: float,
     entropy: Literal["value", "gradient"] | None,
+    most_logits: int = MOST_LOGITS,
 ) -> tuple[Tensor, Tensor | None]:
     """Logprob and entropy of each token; `head_N` names the hidden state that predicts it.
 
     The language-model head runs on a chunk of hidden states at a time, and again in the backward pass. So never more
-    than `MOST_LOGITS` logits are kept, however many tokens there are.
+    than `most_logits` logits are kept, however many tokens there are.
     """
     config = model.config
 
@@ -232,7 +248,7 @@ def _head_outputs(
         logp_N, entropy_U = token_logprobs(logits_UV, at_N, wanted_N, temperature=temperature, entropy=entropy)
         return logp_N, entropy_U[at_N]
 
-    chunk = max(1, MOST_LOGITS // model.get_input_embeddings().num_embeddings)
+    chunk = max(1, most_logits // model.get_input_embeddings().num_embeddings)
     if len(hidden_UD) <= chunk:
         logp_N, entropy_N = outputs(hidden_UD, head_N, token_N)
         return logp_N, None if entropy is None else entropy_N

@@ -8,6 +8,7 @@ the parameters' own `grad`, whose dtype is that of the parameters.
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
@@ -35,7 +36,10 @@ class JointLinear:
     Parameters of that dtype become views of the joint weight; of others there is a copy, which `lay_out` makes.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+    def __init__(
+        self, linears: Sequence[nn.Linear], dtype: torch.dtype, *, small: int = SMALL, block: int = BLOCK
+    ) -> None:
+        self._small, self._block = small, block
         self._weights = [cast("nn.Parameter", linear.weight) for linear in linears]
         self._biases = [linear.bias for linear in linears if linear.bias is not None]
         self._copied = self._weights[0].dtype != dtype
@@ -71,7 +75,7 @@ class JointLinear:
 
         Made in a backward pass, they would lie between activations, whose places the next ones would not fit.
         """
-        if self.weight_OI.numel() <= SMALL or self._room:
+        if self.weight_OI.numel() <= self._small or self._room:
             return
         if torch.is_grad_enabled() and self.first.requires_grad and self.first.grad is None:
             self._room = [torch.empty_like(weight) for weight in self._weights]
@@ -82,11 +86,11 @@ class JointLinear:
             return
         if self.bias_O is not None:
             _add_whole(self._biases, grad_TO.sum(0, dtype=torch.float32))
-        if self.weight_OI.numel() <= SMALL:
+        if self.weight_OI.numel() <= self._small:
             _add_whole(self._weights, grad_TO.t() @ x_TI)
             return
         fresh, self._room = _without_gradient(self._weights, self._room), []
-        rows = max(1, BLOCK // x_TI.shape[1])
+        rows = max(1, self._block // x_TI.shape[1])
         for start in range(0, grad_TO.shape[1], rows):
             _add(self._weights, grad_TO[:, start : start + rows].t() @ x_TI, start, fresh)
 
@@ -120,12 +124,13 @@ class TrainingForward:
     follows each change of them. Their counts of changes would not do: fused optimizers leave these alone.
     """
 
-    def __init__(self, model: PreTrainedModel, dtype: torch.dtype) -> None:
+    def __init__(self, model: PreTrainedModel, dtype: torch.dtype, *, small: int = SMALL, block: int = BLOCK) -> None:
+        joint = partial(JointLinear, dtype=dtype, small=small, block=block)
         body = cast("Qwen3Model", model.model)
         self.model = model
         self._dtype = dtype
-        self._layers = [_layer(cast("Qwen3DecoderLayer", layer), dtype) for layer in body.layers]
-        self._head = JointLinear([model.get_output_embeddings()], dtype)
+        self._layers = [_layer(cast("Qwen3DecoderLayer", layer), joint) for layer in body.layers]
+        self._head = joint([model.get_output_embeddings()])
         self._embedding_VW = cast("nn.Parameter", model.get_input_embeddings().weight)
         self._norm_W = body.norm.weight
         self._eps: float = model.config.rms_norm_eps
@@ -207,17 +212,17 @@ def _linear(x_TI: Tensor, linear: JointLinear, residual_TO: Tensor | None = None
     return result
 
 
-def _layer(layer: "Qwen3DecoderLayer", dtype: torch.dtype) -> _Layer:
+def _layer(layer: "Qwen3DecoderLayer", joint: Callable[[Sequence[nn.Linear]], JointLinear]) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     normed = getattr(attention, "q_norm", None) is not None
     return _Layer(
         norm_in_W=layer.input_layernorm.weight,
         norm_mid_W=layer.post_attention_layernorm.weight,
         norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
-        qkv=JointLinear([attention.q_proj, attention.k_proj, attention.v_proj], dtype),
-        out=JointLinear([attention.o_proj], dtype),
-        gate_up=JointLinear([mlp.gate_proj, mlp.up_proj], dtype),
-        down=JointLinear([mlp.down_proj], dtype),
+        qkv=joint([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=joint([attention.o_proj]),
+        gate_up=joint([mlp.gate_proj, mlp.up_proj]),
+        down=joint([mlp.down_proj]),
         scaling=attention.scaling,
         window=family.window_of(attention),
     )
