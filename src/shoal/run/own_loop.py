@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 
 from shoal.experience.buffer import Buffer
-from shoal.run.assemble import playing, serving
+from shoal.run.assemble import orchestrator, playing, serving
 from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
 from shoal.run.plan import prepare
@@ -52,6 +52,7 @@ async def open_policy(
             trainer = TrainerProcess(ranks)
             await trainer.start(prepared.model_dir, config, threads.trainer)
             store = WeightStore(folder / "weights")
-            policy = Policy(PolicyParts(config, prepared, engine, trainer, runner, buffer, store, teacher))
+            draw = orchestrator(config, prepared, runner, buffer).run
+            policy = Policy(PolicyParts(config, prepared, engine, trainer, runner, buffer, store, teacher, draw))
             async with aclosing(policy):
                 yield policy

@@ -7,7 +7,7 @@ import asyncio
 import os
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +15,6 @@ from shoal.config import Config
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import Engine, Runner
 from shoal.rollout.evaluation import evaluation, held_out_tasks
-from shoal.run.assemble import orchestrator
 from shoal.run.dynamic_sampling import informative_groups
 from shoal.run.prepared import Prepared
 from shoal.run.teacher import TextTeacher
@@ -41,6 +40,8 @@ class PolicyParts:
     buffer: Buffer
     store: WeightStore
     teacher: TextTeacher | None = None
+    draw: Callable[[], Awaitable[None]] | None = None
+    """Fills the buffer until cancelled; `Policy.groups` starts it. None where a run does so itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class Policy:
     def __init__(self, parts: PolicyParts, version: int = 0) -> None:
         self.config, self.engine, self.trainer, self.buffer = parts.config, parts.engine, parts.trainer, parts.buffer
         self.teacher, self.runner, self._prepared = parts.teacher, parts.runner, parts.prepared
+        self._draw = parts.draw
         self.versions = ServedVersions(
             parts.config, parts.prepared, parts.engine, parts.trainer, parts.buffer, parts.store, version
         )
@@ -79,8 +81,8 @@ class Policy:
 
         Groups with less than half of their answers, or that became too old, are sampled again. Raises a `ShoalError`.
         """
-        if self._drawing is None:
-            self._drawing = asyncio.create_task(self._draw(), name="drawing groups")
+        if self._drawing is None and self._draw is not None:
+            self._drawing = asyncio.create_task(self._keep_drawing(self._draw), name="drawing groups")
         groups = await self.take()
         await self.buffer.hand_out([group.id for group in groups], self.version)
         return groups
@@ -155,10 +157,10 @@ class Policy:
             self._drawing.cancel()
             await asyncio.wait([self._drawing])
 
-    async def _draw(self) -> None:
+    async def _keep_drawing(self, draw: Callable[[], Awaitable[None]]) -> None:
         """Keeps the buffer filled; an error that ends it is raised by `groups`."""
         try:
-            await orchestrator(self.config, self._prepared, self.runner, self.buffer).run()
+            await draw()
         except ExceptionGroup as errors:
             error: Exception = errors
             while isinstance(error, ExceptionGroup):
