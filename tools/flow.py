@@ -84,11 +84,6 @@ run.loop:TrainLoop.run
                   model.packed:packed_outputs
                 trainer.loss:token_loss
               trainer.optim:Optimizer.update
-    run.versions:ServedVersions.write
-      trainer.worker:TrainerProcess.write_version
-        trainer.worker:answer_to @ WriteVersion
-          trainer.trainer:Trainer.write_weights
-      weights.store:WeightStore.seal
 """
 
 OFFER = """
@@ -168,8 +163,8 @@ run.versions:ServedVersions.write
   weights.store:WeightStore.begin
   trainer.worker:TrainerProcess.write_version
     trainer.worker:answer_to @ WriteVersion
-      trainer.trainer:Trainer.write_weights
-      trainer.trainer:Trainer.count_push
+      trainer.models:TrainedModels.write_weights
+      trainer.models:TrainedModel.count_push
         trainer.optim:Optimizer.count_push
   weights.store:WeightStore.seal
   experience.buffer:Buffer.record_version
@@ -198,7 +193,7 @@ FLOWS = {
     "A chat request": CHAT,
     "A push of weights": WEIGHTS,
 }
-MOST_FILES = 26
+MOST_FILES = 27
 """Files that a reader opens on the way of one token. May only shrink; 25 until calls of one replica left the pool."""
 
 

@@ -22,7 +22,10 @@ def test_each_hop_of_a_flow_is_a_call_or_names_what_its_caller_names(title: str)
     ("hops", "fault"),
     [
         ("run.loop:TrainLoop.gone", "run.loop has no TrainLoop.gone"),
-        ("run.loop:TrainLoop.run\n  run.loop:TrainLoop._rows", "run.loop:TrainLoop.run does not call _rows"),
+        (
+            "run.loop:TrainLoop.run\n  run.loop:TrainLoop._record_and_train",
+            "run.loop:TrainLoop.run does not call _record_and_train",
+        ),
         (
             "engine.http_client:HttpEngine.generate\n  engine.routes:EngineServer.score @ /nowhere",
             "HttpEngine.generate and engine.routes do not both name /nowhere",

@@ -127,11 +127,14 @@ def row(tokens: list[int] | bytes = TOKENS[:-1], targets: dict[str, Any] = DENSE
 
 
 LONG = [1] * 100_000
+EACH = {"dtype": 1, "shape": [len(LONG)], "dense": LONG}
 ROWS: dict[str, dict[str, Any]] = {
     "seq_id": {"seq_id": 0},
     "expected at most 1024 rows": {"data": [row()] * 1025},
     "model_input": {"data": [row(b"abc")]},
-    "expected 1 to .* tokens, got 100000": {"data": [row(LONG, DENSE | {"shape": [len(LONG)], "dense": LONG})]},
+    "expected 1 to .* tokens, got 100000": {
+        "data": [row(LONG, EACH | {"dtype": 2}, weights=EACH)],
+    },
     "expected a tensor of shape": {"data": [row(targets=SPARSE | {"shape": [6, 10**9]})]},
     r"weights: expected a tensor of shape": {"data": [row(weights=floats(1.0) | {"shape": [0]})]},
     r"data\[0\].weights: expected finite": {"data": [row(weights=floats(float("nan")))]},
