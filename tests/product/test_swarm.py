@@ -41,3 +41,5 @@ def test_the_starter_of_a_swarm_has_two_nodes_that_meet(tmp_path: Path) -> None:
     status = shoal("swarm", "status", "node-a", cwd=folder)
     assert status.returncode == 0, status.stderr
     assert "shared" in status.stdout
+    server.terminate()
+    server.communicate(timeout=60)
