@@ -17,7 +17,7 @@ from shoal.net.process import MAX_FRAME_BYTES
 from shoal.trainer.packing import Share
 
 ANSWER_TIMEOUT_S = 6 * 3600.0
-"""Seconds, longer than any step: a trainer that hangs must not hold up a run for ever."""
+"""Seconds, longer than any step: a trainer that hangs must not block a run."""
 OTHER_RANK = "another rank refused its rows"
 """Reason of a rank that fails because another one does."""
 RANGES = ".ranges"
