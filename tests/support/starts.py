@@ -1,7 +1,7 @@
 """Finds the tests that start a process, a server or a browser, by following names from each test to what starts one.
 
 A test reaches the definitions that its body, decorators and fixtures name, and all that these name in turn, in tests/,
-benchmarks/, experiments/ and src/. Annotations do not count. A definition that is registered at another
+tools/, benchmarks/, experiments/ and src/. Annotations do not count. A definition that is registered at another
 (`@app.command()`) counts for that one.
 """
 
@@ -63,7 +63,8 @@ def _file(module: str) -> Path | None:
         return _test_modules()[module]
     top, *_ = parts = module.split(".")
     if top not in ("shoal", "benchmarks", "experiments"):
-        return None
+        tool = ROOT / "tools" / f"{module}.py"
+        return tool if tool.is_file() else None
     path = (ROOT / "src" if top == "shoal" else ROOT).joinpath(*parts)
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
