@@ -134,7 +134,7 @@ class SilentEngine(CountingEngine):
 
 
 async def joined(
-    engines: Sequence[CountingEngine], patience_s: float = 5.0, check_timeout_s: float = 30.0
+    engines: Sequence[CountingEngine], patience_s: float = 60.0, check_timeout_s: float = 30.0
 ) -> EnginePool:
     pool = EnginePool(patience_s=patience_s, check_every_s=0.005, check_timeout_s=check_timeout_s)
     for i, engine in enumerate(engines):

@@ -21,8 +21,8 @@ def test_each_planted_mutant_is_killed_by_the_test_that_is_named_beside_it() -> 
 
 def test_calls_arguments_and_conditions_are_changed_one_at_a_time() -> None:
     found = {(one.function, one.before, one.after) for one in mutants.mutants_of("experience/gate.py")}
-    sum_of_three = "(self.version + self.max_staleness {} 1)"
-    assert ("AdmissionGate.budget", sum_of_three.format("+"), sum_of_three.format("-")) in found
+    product = "self.staleness.versions_admitted(self.version) {} self.groups_per_version"
+    assert ("AdmissionGate.budget", product.format("*"), product.format("/")) in found
     assert len({one.source() for one in mutants.mutants_of("experience/gate.py")}) == len(found)
     wired = {(one.before, one.after) for one in mutants.mutants_of("run/dynamic_sampling.py")}
     assert ("idle", "not (idle)") in wired

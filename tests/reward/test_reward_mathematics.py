@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from fractions import Fraction
 
 import pytest
@@ -11,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.reward.mathematics import final_answer, mathematics, rational
-from shoal.reward.worker import OutOfTime, within
+from shoal.reward.worker import within
 
-SLACK_S = 5.0
-"""Processor time, of any machine, within which a signal is heeded."""
 EQUAL = [
     ("The answer is $1,234$.", "1234"),
     ("6 * 3 = 18\n#### 18", "18"),
@@ -86,23 +83,30 @@ def test_a_tower_of_powers_is_stopped_or_ends_its_process() -> None:
     assert ended.returncode in (3, -signal.SIGXCPU)
 
 
-def test_a_judgement_that_catches_everything_is_stopped_too() -> None:
-    def stubborn(_: str) -> tuple[float, str]:
-        tries = 0
-        while True:
-            try:
-                tries += 1
-                while True:
-                    pass
-            except BaseException:  # as reasoning-gym's bare `except` does
-                if tries > 2:
-                    raise
+STUBBORN = """
+from shoal.reward.worker import OutOfTime, within
 
-    began_s = time.process_time()
-    with pytest.raises(OutOfTime):
-        within(0.2, stubborn, "")
-    assert time.process_time() - began_s < 0.2 + SLACK_S
-    assert within(0.2, lambda answer: (1.0, answer), "next") == (1.0, "next")
+def stubborn(_):
+    tries = 0
+    while True:
+        try:
+            tries += 1
+            while True:
+                pass
+        except BaseException:  # as reasoning-gym's bare `except` does
+            if tries > 2:
+                raise
+
+try:
+    within(0.2, stubborn, "")
+except OutOfTime:
+    print("stopped", within(0.2, lambda answer: (1.0, answer), "next"))
+"""
+
+
+def test_a_judgement_that_catches_everything_is_stopped_too() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUBBORN], capture_output=True, text=True, check=True, timeout=120)
+    assert ended.stdout.strip() == "stopped (1.0, 'next')"
 
 
 DEAF = """
