@@ -1,10 +1,10 @@
 """The checker of a task, by name and with its own parameters.
 
 In a configuration (`tasks.scorer`) or a row's `info.scorer` it is a name, `"math"`, or a table with the name and the
-parameters, `{ name = "code", timeout_s = 2 }`. Pure; what does the checking is in `shoal.reward`.
+parameters, `{ name = "code", timeout_s = 2 }`. Pure; `shoal.reward` implements the checks.
 
-RE2 matches the patterns of users and schemas, in time linear in the text, for every pattern. It knows no lookaround
-and no backreferences; its `\\d`, `\\w`, `\\s` and `\\b` mean ASCII.
+RE2 matches the patterns of users and schemas, in time linear in the text. It has no lookaround and no
+backreferences; its `\\d`, `\\w`, `\\s` and `\\b` match ASCII only.
 """
 
 import json
@@ -21,7 +21,7 @@ from shoal.types import Json, Task
 
 
 class Pattern(Protocol):
-    """The used part of a compiled pattern; a match is anything but None."""
+    """The methods used of a compiled pattern; None means no match."""
 
     def search(self, text: str) -> object: ...
     def fullmatch(self, text: str) -> object: ...
@@ -46,11 +46,11 @@ def compiled(pattern: str) -> Pattern:
 
 
 class _Checker(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="name", omit_defaults=True):
-    """Base class of checkers: closed to unknown parameters, and named by its tag."""
+    """Base class of checkers: refuses unknown parameters; its tag is its name."""
 
 
 class Exact(_Checker, frozen=True, tag="exact"):
-    """The answer is the truth, but for space around it."""
+    """The answer equals the truth, ignoring surrounding space."""
 
     ignore_case: bool = False
 
@@ -71,7 +71,7 @@ class Math(_Checker, frozen=True, tag="math"):
 
 
 class Regex(_Checker, frozen=True, tag="regex"):
-    """A regular expression (RE2's) is found in the answer, or matches all of it. Without a pattern the truth is one."""
+    """A regular expression (RE2) occurs in the answer, or matches all of it. Without a pattern the truth is used."""
 
     pattern: str = ""
     match: Literal["search", "full"] = "search"
@@ -81,19 +81,19 @@ class Regex(_Checker, frozen=True, tag="regex"):
 
 
 class JsonSchema(_Checker, frozen=True, tag="json_schema"):
-    """The answer is JSON that a schema accepts; with a truth, it must equal that as well."""
+    """The answer is JSON that a schema accepts; it must also equal the truth, if there is one."""
 
     schema: dict[str, object]
 
 
 class Format(_Checker, frozen=True, tag="format"):
-    """The answer is these XML-like tags, each once, in this order, not empty, and nothing besides."""
+    """The answer consists of exactly these XML-like tags, each once, in this order and not empty."""
 
     tags: tuple[str, ...] = ("think", "answer")
 
 
 class Length(_Checker, frozen=True, tag="length"):
-    """1 up to `at_most`, then falling to 0 over the next `over`; 0 below `at_least`."""
+    """1 from `at_least` to `at_most`, then falling linearly to 0 over the next `over`; 0 below `at_least`."""
 
     at_most: int
     over: int = 0
@@ -135,7 +135,7 @@ class LLMJudge(_Checker, frozen=True, tag="judge"):
     best: Annotated[int, Meta(ge=1)] = 10
     """The rubric's highest score; the lowest is 0. The value is the score's share of it."""
     key_env: str = ""
-    """The environment variable that holds the API key."""
+    """Environment variable with the API key."""
     timeout_s: float = 60.0
     """Seconds for an answer, with its retries."""
     max_tokens: int = 512
@@ -190,9 +190,9 @@ PROMPT = (Exact, Contains, Length)
 class UnitTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One unit test of a program. Exactly one of four kinds:
 
-    - `stdin` and `stdout`: what the program prints when it reads that;
-    - `call` with `args`, `kwargs`, `returns`: what a function (or `Class.method`) of it returns;
-    - `code`: Python statements whose assertions must hold; the program's names are there;
+    - `stdin` and `stdout`: input and expected output of the program;
+    - `call` with `args`, `kwargs`, `returns`: a function (or `Class.method`) of the program, and its expected result;
+    - `code`: Python statements whose assertions must hold, with the program's names in scope;
     - `pytest`: a pytest file that imports the program as `solution`.
     """
 
@@ -261,12 +261,12 @@ def leaves(spec: Spec) -> Iterator[Spec]:
 
 
 def is_confined(spec: Spec) -> bool:
-    """True if strangers' words may reach this checker: it is no function of the user's, and no model that costs."""
+    """True if untrusted text may reach this checker: it uses no user function, and no model that costs money."""
     return not any(isinstance(leaf, Function | LLMJudge) for leaf in leaves(spec))
 
 
 def is_prompt(spec: Spec) -> bool:
-    """True if no answer can keep this checker busy: it compares texts and counts what is in them."""
+    """True if no answer can keep this checker busy: it only compares texts and counts."""
     return all(isinstance(leaf, PROMPT) for leaf in leaves(spec))
 
 
@@ -281,7 +281,7 @@ def needs_tests(spec: Spec) -> bool:
 
 
 def to_json(spec: Spec) -> Json:
-    """What `spec_of` reads: the name where nothing else is set.
+    """The inverse of `spec_of`: the name alone if no parameter is set.
 
     >>> to_json(Number()), to_json(Regex("a+"))
     ('number', {'name': 'regex', 'pattern': 'a+'})
@@ -291,7 +291,7 @@ def to_json(spec: Spec) -> Json:
 
 
 def _spelled_out(value: Json) -> Json:
-    """The table that a name, or a table with names in it, stands for."""
+    """Replaces each name of a checker by its table."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, dict) and isinstance(value.get("parts"), list):
@@ -306,7 +306,7 @@ def _spelled_out(value: Json) -> Json:
 
 
 def table_complaint(error: Exception, kind: type[msgspec.Struct]) -> str:
-    """The complaint about a table of a kind, in the words of TOML: the parameter, what was expected, what came.
+    """The error about a table, in the words of TOML: the parameter, what was expected, what came.
 
     >>> table_complaint(msgspec.ValidationError("Expected `int`, got `str` - at `$.best`"), LLMJudge)
     'best: expected int, got str'
@@ -318,7 +318,7 @@ def table_complaint(error: Exception, kind: type[msgspec.Struct]) -> str:
         if field[1] == "missing required":
             return f"{name}: expected a value, got none"
         return f"{name}: unknown parameter{did_you_mean(field[2], kind.__struct_fields__)}"
-    choices = get_args(get_type_hints(kind).get(place)) or NAMES  # a part of a weighted sum names a checker
+    choices = get_args(get_type_hints(kind).get(place)) or NAMES  # parts of a weighted sum name checkers
     if given := re.fullmatch(r"Invalid (?:enum )?value '(.*)'", text):
         return f"{place}: {expected_one_of(choices, given[1])}"
     words = text.replace("`", "")

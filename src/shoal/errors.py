@@ -1,13 +1,13 @@
 """The tree of errors.
 
-    ShoalError                what a user can act on; the CLI prints one sentence and exits with code 2
+    ShoalError                a user error: the CLI prints one sentence and exits with code 2
     ├── ConfigError           a configuration that cannot be run: names the field, what was expected, what came
     ├── ModelError            a model directory that cannot be used
     ├── TaskError             an unknown task, or one whose data cannot be read
-    │   ├── OtherRelease      a question that another release of its dataset gave
-    │   └── OutOfBounds       a question that is larger, or of other settings, than is drawn for others
+    │   ├── OtherRelease      a question of another release of its dataset
+    │   └── OutOfBounds       a question larger, or with other settings, than this node draws for peers
     ├── RunDirError           a run directory that cannot be written, read or resumed
-    │   └── LogBehind         its checkpoint holds steps that its log has lost
+    │   └── LogBehind         its checkpoint has steps that its log has lost
     ├── EngineError           an engine that cannot do what was asked
     │   ├── RequestRefused    the request itself is wrong (HTTP 4xx); trying again does not help
     │   └── EngineUnavailable the engine is gone, full or paused; trying again may help
@@ -19,7 +19,7 @@
     ├── ExchangeUnavailable   no server of the swarm can be reached; the node goes on alone
     ├── JudgeError            a judge that cannot be reached, or that refuses what was asked of it
     ├── ChildDied             a child process ended without being asked to
-    ├── StoodStill            a run in which nothing moved for long, whatever was tried
+    ├── StoodStill            a run that made no progress for long, despite all remedies
     └── WireError             bytes that are not what they claim to be
 
 Our own bugs are `AssertionError`s and keep their traceback.
@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterable
 
 MASK = "***"
 MOST_LISTED = 16
-"""Number of known names up to which a complaint lists them beside the nearest."""
+"""Number of known names up to which an error lists them all, in addition to the nearest."""
 MOST_CHARACTERS = 80
 ALIKE = 0.6
-"""Share of letters in common from which a name is taken for a misspelled one."""
+"""Least similarity, from 0 to 1, of a misspelled name."""
 _CREDENTIALS = re.compile(r"(?<=://)[^/\s]+(?=@)")
 
 
@@ -48,7 +48,7 @@ def without_credentials(text: str) -> str:
 
 
 def did_you_mean(given: str, known: Iterable[str], shown: Callable[[str], str] = repr) -> str:
-    """The end of a complaint about an unknown name: the known name nearest to it; empty without a near one.
+    """The end of an error about an unknown name: the nearest known name; empty without a near one.
 
     >>> did_you_mean("gspoo", ["grpo", "gspo"]), did_you_mean("x", ["grpo"])
     ("; did you mean 'gspo'?", '')
@@ -60,7 +60,7 @@ def did_you_mean(given: str, known: Iterable[str], shown: Callable[[str], str] =
 
 
 def expected_one_of(known: Iterable[str], given: object, also: str = "") -> str:
-    """The complaint about a name that is none of the known ones; `also` says what else would be right.
+    """The error about an unknown name; `also` names further valid input.
 
     >>> expected_one_of(["pad", "keep"], "kep")
     "expected one of pad, keep, got 'kep'; did you mean 'keep'?"
@@ -74,7 +74,7 @@ def expected_one_of(known: Iterable[str], given: object, also: str = "") -> str:
 
 
 class ShoalError(Exception):
-    """Something the user can act on: the text says what was expected, what came and what to do."""
+    """A user error: the text says what was expected, what came and what to do."""
 
     http_status = 500
     """Status of a server's answer to a request that fails with this error."""
@@ -99,7 +99,7 @@ class TaskError(ShoalError):
 
 
 class OtherRelease(TaskError):
-    """A question that another release of its dataset gave."""
+    """A question of another release of its dataset."""
 
 
 class OutOfBounds(TaskError):
@@ -111,7 +111,7 @@ class RunDirError(ShoalError):
 
 
 class LogBehind(RunDirError):
-    """A checkpoint holds steps that the log has lost: going on would train their groups again."""
+    """A checkpoint has steps that the log has lost: resuming would train their groups again."""
 
 
 class EngineError(ShoalError):
@@ -153,7 +153,7 @@ class TrainerError(ShoalError):
 
 
 class SandboxUnavailable(ShoalError):
-    """This machine cannot box in an untrusted program; the text says how to get what is missing."""
+    """This machine cannot sandbox untrusted programs; the text says how to get the missing parts."""
 
 
 class ExchangeUnavailable(ShoalError):
@@ -171,7 +171,7 @@ class ChildDied(ShoalError):
 
 
 class StoodStill(ShoalError):
-    """A run in which nothing moved for long, whatever was tried."""
+    """A run that made no progress for long, despite all remedies."""
 
 
 class WireError(ShoalError):

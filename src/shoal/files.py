@@ -1,4 +1,4 @@
-"""Files that are whole: durable, written under another name first, and recognised by their checksum."""
+"""Durable and atomic writes of files, and checksums."""
 
 import hashlib
 import os
@@ -23,7 +23,7 @@ def sync(path: Path) -> None:
 
 
 def beside(path: Path) -> list[str]:
-    """Names in the folder of a path, in order; empty where that is no folder that can be read.
+    """Sorted names in the folder of a path; empty if the folder cannot be read.
 
     >>> beside(Path("/no/such/folder/file.toml"))
     []
@@ -36,14 +36,14 @@ def beside(path: Path) -> list[str]:
 
 @contextmanager
 def replaced(path: Path, *, private: bool = False) -> Iterator[Path]:
-    """Gives the name under which a new file is written; at the end it replaces `path`, durably and whole.
+    """Yields the temporary name of a new file, which at the end atomically and durably replaces `path`.
 
-    A `private` file is readable by its owner only. An error leaves what was there. Raises `OSError`.
+    Only the owner can read a `private` file. After an error `path` is unchanged. Raises `OSError`.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
         if private:
-            unfinished.unlink(missing_ok=True)  # what a killed process left may be readable by all
+            unfinished.unlink(missing_ok=True)  # the file of a killed process may be readable by all
             os.close(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         yield unfinished
         sync(unfinished)

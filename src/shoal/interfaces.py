@@ -1,4 +1,4 @@
-"""The seams of Shoal, most of them Protocols. Whatever stands behind one can be replaced; tests fake only these."""
+"""The seams of Shoal, most of them Protocols. Implementations can be replaced; tests fake only these."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Figures that an engine reports of itself."""
+    """Figures that an engine reports."""
 
     version: int
     """The Version of the weights being served."""
     checksum: str
-    """Of the weight bytes being served, as `weights.checksum` computes it; empty when the engine cannot tell."""
+    """Checksum of the served weights by `weights.checksum`; empty if the engine does not know it."""
     max_model_len: int
     """The most tokens, prompt and answer together, that one sequence may have."""
     busy_share: float
@@ -28,7 +28,7 @@ class EngineInfo:
     tokens_drawn: int
     """Since the engine started."""
     tokens_prefilled: int
-    """Since the engine started; includes what interruptions made it compute again."""
+    """Since the engine started; includes tokens computed again after interruptions."""
     interruptions: int
     """Weight updates that found sequences running."""
     running: int
@@ -36,44 +36,44 @@ class EngineInfo:
     waiting: int
     """Sequences queued now."""
     foreign: bool = False
-    """Whether a server of another project samples, which also ends answers by its own rules."""
+    """Whether another project's server samples; it also ends answers by its own rules."""
 
 
 class Engine(Protocol):
-    """Turns token ids into token ids under known weights."""
+    """Samples completions of token ids under known weights."""
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
     ) -> list[Completion]:
         """Draws `n` completions of one prompt; higher priority goes first.
 
-        Calls of one `session` share a beginning: where there are many engines, one should have them all.
+        Calls of one `session` share a prefix, so that with several engines one should serve them all.
 
         Raises `RequestRefused` for a request that can never work, `EngineUnavailable` otherwise.
         """
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them: L - 1 numbers."""
+        """Logprobs (nats, temperature 1) of tokens 1..L-1 given those before them: L - 1 numbers."""
 
     async def update_weights(self, version: int, path: Path) -> None:
-        """Serves the weights at `path` as `version`; running answers go on under them."""
+        """Serves the weights at `path` as `version`; running answers continue under them."""
 
     async def info(self) -> EngineInfo:
-        """What the engine is doing."""
+        """The engine's current figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitRules:
-    """Rules that a client of a model server may ask of the logits; training never does: no loss would know them."""
+    """Changes of the logits that a client of a model server may ask for; never in training, as no loss models them."""
 
     top: int = 0
-    """Number of most likely tokens reported beside each token."""
+    """Number of most likely tokens to report at each position."""
     presence_penalty: float = 0.0
-    """Taken from the logit of every token that the answer already has, once."""
+    """Subtracted once from the logit of every token that occurs in the answer."""
     frequency_penalty: float = 0.0
-    """Taken from the logit of every token that the answer already has, for each time."""
+    """Subtracted from the logit of every token for each of its occurrences in the answer."""
     bias: tuple[tuple[int, float], ...] = ()
-    """Token ids, and what is added to their logits."""
+    """Token ids, and the numbers to add to their logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ModelServer(Protocol):
     def stream(
         self, prompt_ids: Sequence[int], sampling: Sampling, rules: LogitRules, *, every: int
     ) -> AsyncGenerator[ServedTokens, None]:
-        """Tokens of one answer, at least `every` at a time until the last; 0 gives them all at once.
+        """Tokens of one answer, at least `every` at a time until the last; 0 yields them all at once.
 
         Leaving the iterator aborts the answer. Raises `RequestRefused` or `EngineUnavailable`.
         """
@@ -129,7 +129,7 @@ class Model(Protocol):
         """The model's next message; `tools` is a JSON array. Raises a `SessionError` or an `EngineError`."""
 
     def openai(self) -> "AsyncOpenAI":
-        """Client of OpenAI that speaks in this session; all sessions of a process share its connections."""
+        """OpenAI's client of this session; all sessions of a process share its connections."""
 
 
 class Environment:
@@ -138,7 +138,7 @@ class Environment:
     name: str
     """Unique within a run."""
     notes: Sequence[str] = ()
-    """Sentences about questions that are left out."""
+    """Sentences about omitted questions."""
 
     @property
     def converses(self) -> bool:
@@ -147,7 +147,7 @@ class Environment:
 
     @property
     def scores(self) -> bool:
-        """True if `score` scores; otherwise an outcome has its reward, or the task names a checker."""
+        """True if `score` scores answers; otherwise the outcome has a reward, or the task names a checker."""
         return False
 
     @property
@@ -181,7 +181,7 @@ class Environment:
 
 
 class Purpose(StrEnum):
-    """Purpose of a rollout, which says how its tokens are sampled. Evaluation goes first at the engine."""
+    """Purpose of a rollout; it decides how tokens are sampled. Evaluation has priority at the engine."""
 
     TRAIN = "train"
     SAMPLED = "sampled"
@@ -191,14 +191,14 @@ class Purpose(StrEnum):
 
 
 class Runner(Protocol):
-    """Runs rollouts of a task: in one turn, or by an agent that speaks with the model for as long as it likes."""
+    """Runs rollouts of a task: a single turn, or an agent with any number of turns."""
 
     async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
-        """The `n` rollouts of a task. What goes wrong is a rollout's status and reason, never an exception."""
+        """The `n` rollouts of a task. Failures become a rollout's status and reason, never an exception."""
 
 
 class Scorer(Protocol):
-    """Scores answers. Never raises for an answer's sake: what goes wrong is a `RewardStatus`."""
+    """Scores answers. An answer never causes an exception; failures become a `RewardStatus`."""
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order."""
@@ -215,35 +215,35 @@ class Renderer(Protocol):
         """The conversation up to and including the header of the assistant's turn."""
 
     def message(self, token_ids: Sequence[int], prompt_ids: Sequence[int]) -> Message:
-        """The message that was sampled after a prompt: what was thought, and what was answered."""
+        """The message that was sampled after a prompt: its reasoning and its answer."""
 
     def completion_ids(self, text: str, prompt_ids: Sequence[int]) -> list[int] | None:
-        """The tokens of a text with its thought, but for the stop token; None when they would not read back."""
+        """The tokens of a text with its thought, without the stop token; None if they would not decode to the text."""
 
 
 class Exchange(Protocol):
-    """Carries frames between the members of a swarm. It may lose, repeat and forge them, and it may be away."""
+    """Carries frames between the members of a swarm. It may lose, repeat and forge them, and it may be unreachable."""
 
     @property
     def connected(self) -> bool:
-        """Whether anybody can be reached now."""
+        """Whether the exchange can be reached now."""
 
     @property
     def failure(self) -> str:
-        """Why nobody could be reached when it was tried last, or what is wrong there; empty before the first try."""
+        """Why the last try to reach the exchange failed, or its current fault; empty before the first try."""
 
     async def publish(self, kind: str, author: str, frame: bytes) -> None:
-        """Gives a frame to everybody. Raises `ExchangeUnavailable` when it cannot be handed over now."""
+        """Sends a frame to all members. Raises `ExchangeUnavailable` when it cannot be sent now."""
 
     async def receive(self, most: int) -> list[bytes]:
-        """Waits for frames and gives up to `most`, oldest first; waits for ever while the exchange is away.
+        """Waits for frames and returns up to `most`, oldest first. While unreachable it waits without a limit.
 
-        Who joins late gets what is still kept of the time before.
+        A late member also gets the earlier frames that are still kept.
         """
 
 
 class Attachments(Protocol):
-    """Keeps bytes beside the frames of a swarm, by a digest that the caller checks."""
+    """Stores attachments of a swarm's frames, by a digest that the caller checks."""
 
     async def attach(self, digest: str, data: bytes) -> None:
         """Keeps bytes under a digest. Raises `ExchangeUnavailable`."""
@@ -253,7 +253,7 @@ class Attachments(Protocol):
 
 
 class WholeExchange(Exchange, Attachments, Protocol):
-    """Carries frames and attachments: all that a training run needs of a swarm's transport."""
+    """Carries frames and attachments: a swarm's transport as a training run needs it."""
 
 
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
@@ -261,13 +261,13 @@ Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Seq
 
 
 class Swarm(Protocol):
-    """The swarm as a training run sees it: a place to offer groups and to take groups of peers."""
+    """The swarm as a training run sees it: the run offers its groups and takes groups of peers."""
 
     async def run(self) -> None:
-        """Exchanges messages with peers for ever."""
+        """Exchanges messages with peers until it is cancelled."""
 
     def offer(self, group: Group) -> None:
-        """Takes a finished own group, which may be shared. Returns at once."""
+        """Takes a finished group of this run, to be shared or not. Returns at once."""
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
         """Chooses groups and encodes them under the weights being trained, whose newest Version is `version`."""

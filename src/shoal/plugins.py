@@ -1,8 +1,6 @@
-"""The user's own functions and classes, by the names that settings give them, and what they raise.
+"""User functions and classes: loading by name, and descriptions of their errors.
 
-A name is `module:name` or `file.py:name`.
-
-This is the one rule for losses, advantages, environments, rewards, agents, sharers and takers.
+A name is `module:name` or `file.py:name`: for losses, advantages, environments, rewards, agents, sharers and takers.
 """
 
 import hashlib
@@ -29,9 +27,9 @@ MOST_CHARACTERS, MOST_SHOWN = 500, 80
 
 
 def own_code(field: str, name: str) -> object:
-    """Loads what `module:name` names, from this folder, as with `python -m`, or from what is installed.
+    """Loads the object `module:name` from the current folder, as `python -m` does, or an installed package.
 
-    `path/to/file.py:name` loads it from a file. Raises `ConfigError` with the field.
+    `path/to/file.py:name` loads it from a file. Raises `ConfigError` that names the field.
 
     >>> own_code("rule", "math:tau")
     6.283185307179586
@@ -42,7 +40,7 @@ def own_code(field: str, name: str) -> object:
     _look_here()
     try:
         loaded = _from_file(module) if module.endswith(".py") else import_module(module)
-    except (Exception, SystemExit) as error:  # a module runs when it is imported, and raises what it will
+    except (Exception, SystemExit) as error:  # importing runs the module, which may raise anything
         why = described(error)
         if isinstance(error, FileNotFoundError | ModuleNotFoundError) and (missing := _unfound(module, error)):
             why = missing
@@ -57,7 +55,7 @@ def own_code(field: str, name: str) -> object:
 
 
 def _unfound(module: str, error: FileNotFoundError | ModuleNotFoundError) -> str:
-    """Says that the file or module itself is missing, with the nearest of this folder; empty where another one is."""
+    """Says that the file or module itself is missing, with the nearest name here; empty if another one is missing."""
     if isinstance(error, FileNotFoundError):
         names = [name for name in beside(Path(module)) if name.endswith(".py")]
         is_it, sought = str(error.filename) == str(Path(module).resolve()), Path(module).name
@@ -68,9 +66,9 @@ def _unfound(module: str, error: FileNotFoundError | ModuleNotFoundError) -> str
 
 
 def source_hash(field: str, name: str) -> str:
-    """SHA-256, in 16 hexadecimal digits, of the file in which `module:name` is written. Imports nothing of it.
+    """First 16 hexadecimal digits of the SHA-256 of the file that defines `module:name`. Does not import it.
 
-    Raises `ConfigError` with the field when there is no such file.
+    Raises `ConfigError` that names the field when there is no such file.
     """
     module = name.rpartition(":")[0]
     _look_here()
@@ -83,7 +81,7 @@ def source_hash(field: str, name: str) -> str:
 
 
 def name_of(field: str, given: object) -> str:
-    """The name under which another process finds a function or class of the user's. Raises `ConfigError`.
+    """The name by which another process can load a user's function or class. Raises `ConfigError`.
 
     >>> import json
     >>> name_of("reward", json.loads)
@@ -110,7 +108,7 @@ def _look_here() -> None:
 
 
 def described(error: BaseException) -> str:
-    """An exception of the user's code: type, message, and the line of that code which it comes from; ours as they are.
+    """An exception of the user's code: type, message and the code's line. A `ShoalError` is its text alone.
 
     >>> try:
     ...     exec(compile("def boom():\\n    return 1 / 0\\nboom()", "mine.py", "exec"))
@@ -129,19 +127,19 @@ def described(error: BaseException) -> str:
 
 
 def numbers_of(given: object, count: int) -> list[float | None]:
-    """Rewards that the user's function gave for `count` answers; None is no reward. Raises `ValueError` for all else.
+    """Rewards from the user's function for `count` answers; None for no reward. Raises `ValueError` for other results.
 
     >>> numbers_of([1, None], 2)
     [1.0, None]
     """
-    listed = given.tolist() if hasattr(given, "tolist") else given  # of numpy and torch
+    listed = given.tolist() if hasattr(given, "tolist") else given  # numpy and torch
     if not isinstance(listed, Sequence) or isinstance(listed, str | bytes) or len(listed) != count:
         raise ValueError(f"expected a list of {count} rewards, one for each answer, got {_result(given)}")
     return [None if value is None else _number(value) for value in listed]
 
 
 def _number(value: SupportsFloat | str) -> float:
-    """The finite number that a value is. Raises `ValueError`, for numbers as text too."""
+    """A value as a finite number. Raises `ValueError`, also for text."""
     try:
         number = nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
@@ -152,7 +150,7 @@ def _number(value: SupportsFloat | str) -> float:
 
 
 def _result(value: object) -> str:
-    """Describes what the user's function gave: its kind, and how it begins."""
+    """Describes the result of the user's function: its kind and its beginning."""
     text = repr(value)[:MOST_SHOWN]
     if isinstance(value, str):
         return f"the text {text}"

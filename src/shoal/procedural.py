@@ -1,14 +1,14 @@
 """reasoning-gym behind receipts: the same receipt gives the same question, truth and metadata in every process.
 
-Three things stand between reasoning-gym and that sentence, and all are met here:
+reasoning-gym alone does not guarantee that, for three reasons:
 - five datasets iterate over sets of strings, so they depend on PYTHONHASHSEED: processes that draw or score run with
   `HASH_SEED`, and `entry_of` refuses to run without it;
-- `list_functions`, `pool_matrix` and snippets of `codeio` use the global generators: those are seeded before each draw;
-- `acre`, `gsm_symbolic` and `list_functions` use their seed when they are constructed: those are constructed anew, the
-  others only once per configuration, since construction costs up to 0.4 s and a draw mostly 0.1 ms.
+- `list_functions`, `pool_matrix` and snippets of `codeio` use the global generators, which are seeded before each draw;
+- `acre`, `gsm_symbolic` and `list_functions` use their seed during construction: they are constructed for each draw,
+  the others once per configuration, since construction takes up to 0.4 s and a draw mostly 0.1 ms.
 
-Some datasets loop endlessly under settings they accept (base_conversion with one base, sokoban at level 0), some print,
-and several scorers eval() the answer; so this module is imported by child processes only.
+Some datasets loop endlessly under settings that they accept (base_conversion with one base, sokoban at level 0), some
+print, and several scorers eval() the answer; so only child processes import this module.
 """
 
 import contextlib
@@ -39,9 +39,9 @@ _PICTURES = (
 
 @contextlib.contextmanager
 def _without_pictures() -> Iterator[None]:
-    """While reasoning-gym is imported: its cellular automata could be drawn, and bring matplotlib along for that.
+    """Stubs matplotlib during the import of reasoning-gym, which needs it only to plot cellular automata.
 
-    That would be half of the time and memory of a start, and it does not start at all without a folder to write to.
+    matplotlib would take half of a start's time and memory, and it fails without a writable folder.
     """
     absent = {name: ModuleType(name) for name in _PICTURES if name not in sys.modules}
     for stub in absent.values():
@@ -60,13 +60,13 @@ with _without_pictures():
 
 HASH_SEED = "0"
 """PYTHONHASHSEED of every process that draws."""
-VERSION = importlib.metadata.version("reasoning-gym")  # the package's own __version__ is that of an older release
+VERSION = importlib.metadata.version("reasoning-gym")  # the package's __version__ names an older release
 
 MAX_INDEX = 1 << 16
 MOST_CONFIG_CHARACTERS = 4096
 MOST_NUMBER = 2**31
 OWN_PROMPT = "reasoning_gym:"
-"""How a system prompt begins that names one of reasoning-gym's own instructions."""
+"""Prefix of a system prompt that names one of reasoning-gym's instructions."""
 
 _SEED_USED_AT_CONSTRUCTION = frozenset({"acre", "gsm_symbolic", "list_functions"})
 _TRUTH_IN_METADATA = ("example_answer", "example_correct_answer", "possible_answer")
@@ -74,12 +74,12 @@ _DERIVED = ("seed", "size")
 
 
 class DrawFailed(TaskError):
-    """This seed gives no question; another seed may."""
+    """This seed gives no question; another one may."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One item of a dataset, with what its scorer needs. `truth` is None where none is known."""
+    """One item of a dataset, with the data for its scorer. `truth` is None if unknown."""
 
     question: str
     truth: str | None
@@ -87,17 +87,17 @@ class Entry:
     dataset: Any
 
     def score(self, answer: str) -> float:
-        """The dataset's own score of an answer. Raises any error of that scorer."""
+        """Score of an answer by the dataset's scorer. Raises any error of that scorer."""
         return float(self.dataset.score_answer(answer, self.item))
 
 
 def names() -> list[str]:
-    """Every dataset that can be a task. `composite` is left out: a mixture of tasks does its work."""
+    """Every dataset that can be a task. `composite` is left out: a mixture of tasks replaces it."""
     return sorted(name for name in factory.DATASETS if name != "composite")
 
 
 def system_prompt(text: str) -> str:
-    """The instruction that a text names, such as `reasoning_gym:default`; else the text. Raises `TaskError`."""
+    """The instruction that a text such as `reasoning_gym:default` names; else the text. Raises `TaskError`."""
     if not text.startswith(OWN_PROMPT):
         return text
     name = text.removeprefix(OWN_PROMPT)
@@ -107,7 +107,7 @@ def system_prompt(text: str) -> str:
 
 
 def config_json(name: str, params: Mapping[str, Json], level: int | None) -> str:
-    """The dataset's settings as JSON with sorted keys: those of the curriculum's level, then `params` over them.
+    """The dataset's settings as JSON with sorted keys: those of the curriculum's level, overridden by `params`.
 
     Raises `TaskError` naming the dataset or the setting that is wrong.
     """
@@ -119,10 +119,10 @@ def config_json(name: str, params: Mapping[str, Json], level: int | None) -> str
 
 
 def check_bounds(name: str, config: str) -> None:
-    """Raises `TaskError`, an `OutOfBounds` for settings of somebody else that nothing is drawn with.
+    """Raises `TaskError` for a peer's invalid settings, `OutOfBounds` for those that this node does not draw with.
 
-    A setting may name a file that is read (spell_backward's words), so of words only those that the dataset has by
-    itself are let in. How large a question becomes is a matter of time and memory.
+    A setting may name a file to read (spell_backward's words), so only the dataset's own words are accepted. Limits of
+    time and memory bound the size of a question.
     """
     if len(config) > MOST_CONFIG_CHARACTERS:
         raise OutOfBounds(
@@ -153,7 +153,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def entry_of(receipt: Receipt) -> Entry:
-    """The item that a receipt stands for: item `index` of a fresh dataset of that seed and configuration.
+    """The item of a receipt: item `index` of a fresh dataset with the receipt's seed and configuration.
 
     Raises `TaskError` when it cannot be drawn here, `DrawFailed` when the generator itself fails on this seed.
     """
@@ -168,13 +168,13 @@ def entry_of(receipt: Receipt) -> Entry:
     np.random.seed((receipt.seed + receipt.index) % 2**32)
     try:
         item = dataset[receipt.index]
-    except Exception as error:  # generators raise many types, such as ZeroDivisionError
+    except Exception as error:  # generators raise many types, for example ZeroDivisionError
         raise DrawFailed(f"{receipt.dataset}: {type(error).__name__}: {error}") from error
     return Entry(item["question"], _truth(item, dataset), item, dataset)
 
 
 def _seeded(receipt: Receipt) -> Any:
-    """A dataset that draws what a fresh one of the receipt's seed and configuration draws."""
+    """A dataset equivalent to a fresh one with the receipt's seed and configuration."""
     dataset = _dataset(receipt.dataset, receipt.config)
     if receipt.dataset in _SEED_USED_AT_CONSTRUCTION:
         return type(dataset)(_settings(receipt.dataset, receipt.config, receipt.seed, receipt.index + 1))
@@ -213,8 +213,8 @@ def _settings(name: str, config: str, seed: int, size: int) -> Any:
 def _value(name: str, key: str, value: Json) -> object:
     """A setting read from its JSON form: enumerations, dates, tuples and nested tables.
 
-    Some annotations are wrong upstream (`variables: tuple[str] = ("x", "y", "z")`), so that a value of the default's
-    own type passes, even against the annotation.
+    Some annotations are wrong upstream (`variables: tuple[str] = ("x", "y", "z")`), so a value of the default's type
+    passes despite its annotation.
     """
     annotation, default = _fields(name)[key]
     try:
@@ -277,9 +277,9 @@ def _curriculum_params(name: str, level: int) -> dict[str, Json]:
 
 
 def _truth(item: dict[str, Any], dataset: Any) -> str | None:
-    """The answer; for datasets with many right ones the metadata's example, unless their own scorer rejects it.
+    """The answer; for datasets with many right answers the metadata's example, unless their scorer rejects it.
 
-    propositional_logic gives "P" as its example when it found no conclusion, right or not.
+    propositional_logic gives "P" as its example, right or wrong, when it found no conclusion.
     """
     if item["answer"] is not None:
         return str(item["answer"])

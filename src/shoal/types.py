@@ -2,8 +2,8 @@
 
     Task -> Completion -> Turn -> Rollout -> Group -> Sample
 
-Every value is frozen and checked once, on construction. `Rollout`s are portable (text and rewards cross
-tokenizers), `Sample`s are not (token ids and logprobs belong to one tokenizer).
+Every value is frozen and checked once, on construction. `Rollout`s are portable (text and rewards suit any
+tokenizer), `Sample`s are not (token ids and logprobs belong to one tokenizer).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | Non
 
 
 def seed_for(*names: str | int) -> int:
-    """A 63-bit seed that is the hash of a path of names, such as `seed_for("train", "chain_sum", 7)`.
+    """A 63-bit seed: the hash of a path of names, such as `seed_for("train", "chain_sum", 7)`.
 
     Neighbouring integer seeds are never used: reasoning-gym draws item i from seed + i, so that seeds 42 and 43
     share nearly all questions.
@@ -58,7 +58,7 @@ class Message:
     tool_call_id: str = ""
     """Id of the call that a tool's message answers."""
     reasoning: str = ""
-    """An assistant's thought before its answer, where the template sets that apart."""
+    """An assistant's thought before its answer, where the template separates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +81,13 @@ class Split(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A prompt with what is needed to score an answer to it, drawn from the task service `service`."""
+    """A prompt, drawn from the task service `service`, with the data to score its answers."""
 
     id: str
     service: str
     messages: tuple[Message, ...]
     answer: str | None = None
-    info: str = "{}"  # JSON object: what the scorer needs beyond the answer
+    info: str = "{}"  # JSON object: further data for the scorer
     receipt: Receipt | None = None
 
 
@@ -103,9 +103,9 @@ class FinishReason(StrEnum):
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 1e5
-"""Between them logits divided by the temperature are finite in float32; below the first vLLM samples greedily."""
+"""Bounds within which logits / temperature are finite in float32; below the lower one vLLM samples greedily."""
 MOST_TOP_K = 2**31 - 1
-"""The largest 32-bit integer, which is what engines take."""
+"""The largest 32-bit integer: engines take no larger one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,9 +136,9 @@ class Sampling:
             raise ValueError(f"min_p: expected a number in [0, 1), got {self.min_p}")
 
     def rest(self, sampled: int, index: int = 0) -> "Sampling | None":
-        """Sampling that continues completion `index` after `sampled` tokens; None when it has all its tokens.
+        """Sampling that continues completion `index` after `sampled` tokens; None when no tokens are left.
 
-        The seed is derived from the number of tokens: the old seed would repeat its random numbers.
+        The seed is derived from the number of tokens, because the old seed would repeat its random numbers.
         """
         if sampled >= self.max_tokens:
             return None
@@ -159,12 +159,12 @@ class Completion:
     versions: tuple[int, ...]  # [L] the Version that sampled each token
     finish_reason: FinishReason
     routing: bytes = b""
-    """Experts of each token of prompt and completion but the last, where a mixture of experts has them recorded.
+    """Experts of all tokens of prompt and completion but the last, if recorded for a mixture of experts.
 
     Each token has equally many bytes (`shoal.model.routing`); bytes 255 stand for an expert that was not recorded.
     """
     forced: tuple[int, ...] = ()
-    """Indices of tokens to which a grammar left less than half of the model's probability; they are not trained."""
+    """Indices of untrained tokens: the grammar allowed less than half of the model's probability there."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -178,7 +178,7 @@ class Completion:
             raise ValueError("completion versions must not decrease")
 
     def then(self, more: "Completion") -> "Completion":
-        """Completion that a later call continued."""
+        """This completion continued by that of a later call."""
         size = len(self.token_ids)
         return Completion(
             self.token_ids + more.token_ids,
@@ -208,7 +208,7 @@ class Turn:
     parent: int | None = None
     """Index of the earlier turn whose prompt and completion come before `rendered_ids`.
 
-    None begins anew: a first or single turn, an edited or compacted history, a sub-agent, a peer's answer.
+    None for a new root: a first or single turn, an edited or compacted history, a sub-agent, a peer's answer.
     """
 
     def __post_init__(self) -> None:
@@ -225,9 +225,9 @@ class RewardStatus(StrEnum):
 
 
 EXHAUSTED = "exhausted"
-"""Names the part of a reward whose checker used up its processor time."""
+"""Name of the reward part of a checker that used up its processor time."""
 UNREAD = "the scorer could not read it: "
-"""Begins the evidence of an answer that has not the form that its scorer reads."""
+"""Prefix of the evidence when the scorer cannot parse an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class Reward:
     parts: tuple[tuple[str, float], ...] = ()
     evidence: str = ""
     is_repeatable: bool = field(default=True, repr=False, compare=False)
-    """False for a score that a busy machine may have caused, such as a program's timeout: it is not kept."""
+    """False for a score that a busy machine may have caused, such as a program's timeout; it is not cached."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.value):
@@ -247,12 +247,12 @@ class Reward:
 
     @property
     def exhausted(self) -> bool:
-        """True if a checker used up its processor time on the answer, which is then worth 0 there."""
+        """True if a checker used up its processor time on the answer; its part is then 0."""
         return any(name.rpartition("/")[2] == EXHAUSTED for name, _ in self.parts)
 
     @property
     def unread(self) -> str:
-        """Why a scorer could not read the answer, as far as its evidence says so; empty otherwise."""
+        """Why a scorer could not parse the answer, by its evidence; empty otherwise."""
         return self.evidence.partition(UNREAD)[2]
 
 
@@ -278,7 +278,7 @@ class RolloutStatus(StrEnum):
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
-    """The policy used up its context, turns or tokens; what it has come to counts."""
+    """The policy used up its context, turns or tokens; its result so far counts."""
     FAILED = "failed"
     """The cause of the failure was not the policy."""
 
@@ -316,7 +316,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The signed message of a peer that a group was made of."""
+    """The peer's signed message from which a group was made."""
 
     peer_id: str
     message_id: str
@@ -359,8 +359,8 @@ class Group:
 class Sample:
     """One token row for the trainer, with streams of one length L.
 
-    Position i describes token i: `mask[i] == 1` says it was sampled and is trained, `logprobs[i]` is the behaviour
-    logprob it was drawn with, `versions[i]` the weights that drew it, `advantages[i]` its advantage.
+    Position i describes token i: `mask[i] == 1` says that it was sampled and is trained, `logprobs[i]` is its behaviour
+    logprob, `versions[i]` the Version of the weights that sampled it, `advantages[i]` its advantage.
     Tokens with mask 0 (prompts, tool output) carry 0.0, -1 and 0.0. The first token is never trained: nothing
     precedes it that could predict it.
     """

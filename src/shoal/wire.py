@@ -1,7 +1,7 @@
 """Bytes <-> values: msgpack with a format version in front and a size limit. Never pickle.
 
 The first byte is the format version; the rest is the msgpack of a dataclass of `shoal.types` (or any other type that
-msgspec knows), validated against that type while it is decoded.
+msgspec supports), validated during decoding.
 """
 
 from typing import TypeVar
@@ -30,5 +30,5 @@ def decode(data: bytes, type_: type[T], max_bytes: int = MAX_BYTES) -> T:
         raise WireError(f"expected wire format {FORMAT}, got {data[0] if data else 'no bytes'}")
     try:
         return msgspec.msgpack.decode(memoryview(data)[1:], type=type_)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # nested too deep, in a field of no use even
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # too deep, even in an unknown field
         raise WireError(f"expected a {getattr(type_, '__name__', type_)}: {error}") from error

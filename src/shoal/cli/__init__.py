@@ -1,4 +1,4 @@
-"""The command line ends with exit code 0 when a command did its work, and with 2 for errors that the user can mend."""
+"""The command line. Exit code 0 means success, 2 a user error."""
 
 import json
 import os
@@ -376,7 +376,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(128 + signal.SIGPIPE) from None
     except (ShoalError, OSError, BaseExceptionGroup) as error:
-        leaves = sorted(_leaves(error), key=lambda leaf: not isinstance(leaf, ShoalError))  # the most telling first
+        leaves = sorted(_leaves(error), key=lambda leaf: not isinstance(leaf, ShoalError))  # the user's errors first
         sentences = [_sentence(leaf) for leaf in leaves]
         if None in sentences:
             raise
@@ -391,7 +391,7 @@ def _leaves(error: BaseException) -> list[BaseException]:
 
 
 def _sentence(error: BaseException) -> str | None:
-    """Message for errors that the user can mend: our own, and paths that the system refuses; None for our bugs."""
+    """Message of a user error: a `ShoalError`, or a path that the system refuses; None for our bugs."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: expected a path that can be used, got: {error.strerror}"
     return str(error) if isinstance(error, ShoalError) else None

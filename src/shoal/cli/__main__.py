@@ -1,4 +1,4 @@
-"""`python -m shoal.cli` serves where the console script is not on the path."""
+"""`python -m shoal.cli`, for when the console script is not on the path."""
 
 from shoal.cli import main
 

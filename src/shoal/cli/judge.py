@@ -14,7 +14,7 @@ from shoal.cli.output import JsonFlag, announce, show, until_stopped
 from shoal.errors import ConfigError, RunDirError
 
 TrainedBy = StrEnum("TrainedBy", ["swarm", "solo"])
-"""Values of `swarm.judge.messages.Condition`, which loads what a task's worker need not have."""
+"""Values of `swarm.judge.messages.Condition`; its module imports packages that a task's worker may lack."""
 
 app = typer.Typer(name="judge", help="Challenge models and grade their answers.", no_args_is_help=True)
 

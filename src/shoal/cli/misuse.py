@@ -1,4 +1,4 @@
-"""Sentences for command lines that a parser refuses, in place of its boxes and words."""
+"""One-sentence messages for command lines that typer's parser refuses."""
 
 import re
 from typing import Any
@@ -8,11 +8,11 @@ import typer
 from shoal.errors import expected_one_of
 
 Misuse: type[Exception] = typer.BadParameter.__mro__[2]
-"""Base class of what typer's parser raises; typer does not export it."""
+"""Base class of the parser's errors; typer does not export it."""
 
 
 def misuse(error: Any) -> str:
-    """Builds one sentence about a misused command: what was expected, what came, and which name is near."""
+    """One sentence about a misused command: what was expected, what came, and the nearest name."""
     context, message = error.ctx, error.format_message()
     command = context.command_path if context else "shoal"
     help_ = f"; see {command} --help"
@@ -36,13 +36,13 @@ def misuse(error: Any) -> str:
 
 
 def _name_of(parameter: Any) -> str:
-    """Name of a parameter as its command's help has it."""
+    """Name of a parameter as its command's help shows it."""
     options = [name for name in parameter.opts if name.startswith("--")]
     return str(options[0] if options else (parameter.metavar or parameter.name).strip("[]"))
 
 
 def _refused(error: Any) -> str:
-    """Says what was expected of a value that has come. Newer releases of typer have pydantic look at values."""
+    """Says what was expected of a refused value. Newer releases of typer check values with pydantic."""
     if choices := re.search(r"'(.*)' is not one of (.*)", error.message):
         return expected_one_of(re.findall("'(.*?)'", choices[2]), choices[1])
     if callable(errors := getattr(error.__cause__, "errors", None)):

@@ -1,4 +1,4 @@
-"""Every command answers alike: lines for people, one JSON object for programs, one sentence for errors."""
+"""Output of all commands: lines for people, one JSON object for programs, one sentence for errors."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def show(values: dict[str, object], as_json: bool) -> None:
 
 
 def _flat(values: dict[str, Any], where: str = "") -> dict[str, object]:
-    """The values with those of inner tables under dotted names.
+    """Flattens nested tables to dotted names.
 
     >>> _flat({"a": {"b": 1}, "c": 2})
     {'a.b': 1, 'c': 2}
@@ -63,7 +63,7 @@ def show_answers(run_dir: str, stream: TextIO | None = None) -> None:
 
 
 def show_what_next(run_dir: Path) -> None:
-    """Prints on standard error where a run's model and report are, and which commands go on from here."""
+    """Prints on standard error the paths of a run's model and report, and the next commands."""
     lines = (
         f"model: {run_dir / 'model'}",
         f"report: {run_dir / 'report.png'} and {run_dir / 'report.html'}",
@@ -74,7 +74,7 @@ def show_what_next(run_dir: Path) -> None:
 
 
 def announce(*lines: str) -> None:
-    """Prints lines at once, although the command goes on and its output may be a file."""
+    """Prints lines and flushes, because the command keeps running and its output may be a file."""
     print(*lines, sep="\n", flush=True)
 
 
@@ -121,7 +121,7 @@ def until_stopped(serving: Coroutine[Any, Any, None]) -> None:
 
 
 def from_checkout(command: str) -> None:
-    """Makes the modules beside src/ importable, or ends the process where only the package is installed."""
+    """Makes the checkout's modules outside src/ importable, or ends the process where there is no checkout."""
     root = Path(__file__).parents[3]
     if not (root / "benchmarks" / "__init__.py").is_file():
         fail(f"{command}: needs a source checkout of Shoal (git clone, then pip install -e .)", 2)

@@ -1,5 +1,4 @@
-"""Settings stand on the command line as `--section.key=value` or `--section.key value`, among a command's own
-options."""
+"""Settings on the command line: `--section.key=value` or `--section.key value`, among a command's options."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -43,7 +42,7 @@ def _settings(args: Sequence[str], options: dict[str, bool], own: list[str]) -> 
 
 def _value_after(name: str, value: str | None, options: dict[str, bool]) -> str:
     """Value after a setting. Raises `ConfigError` for a missing value, or for a name that is no setting."""
-    from shoal.config import Config  # heavy: --help does without it
+    from shoal.config import Config  # slow to import, and not needed for --help
 
     key = name.removeprefix("--")
     if "." not in key and key not in Config.model_fields:

@@ -1,4 +1,4 @@
-"""The flag `--view`: the page of a run while it trains, served by a process of its own."""
+"""The flag `--view`: a separate process serves the page of a run while it trains."""
 
 import subprocess
 import sys
@@ -15,12 +15,12 @@ ViewFlag: TypeAlias = Annotated[
 
 @contextmanager
 def page_beside(run_dir: str, wanted: bool) -> Iterator[None]:
-    """Serves the page of a run that is about to begin; in a terminal it stays until Ctrl-C, else until the run ends."""
+    """Serves the page of a run that is about to start: in a terminal until Ctrl-C, otherwise until the run ends."""
     if not wanted:
         yield
         return
     command = [sys.executable, "-m", "shoal.cli", "view", run_dir, "--beside"]
-    # A session of its own: Ctrl-C must end the run first, and let the page show how it ended.
+    # A separate session: Ctrl-C must end the run first, so that the page shows how it ended.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""`shoal runs`, `shoal init` and `shoal chat`, and runs by their names: a RUN is a path, or a name under runs/."""
+"""`shoal runs`, `shoal init` and `shoal chat`. A RUN is a path, or a name under runs/."""
 
 import asyncio
 import json
@@ -14,11 +14,11 @@ from shoal.errors import ModelError, RunDirError, did_you_mean
 
 RUNS = Path("runs")
 NEWEST = 5
-"""Runs that are named where the asked one is missing."""
+"""Number of runs that the error about a missing run lists."""
 
 
 def run_at(name: str) -> Path:
-    """Directory of a run: the path that was given, or else the run of that name under runs/.
+    """Directory of a run: the path itself if it exists, else the run of that name under runs/.
 
     >>> run_at("nowhere/demo")
     PosixPath('nowhere/demo')
@@ -28,7 +28,7 @@ def run_at(name: str) -> Path:
 
 
 def existing_run(name: str) -> Path:
-    """Directory of a run that is there. Raises `RunDirError` with the nearest name, or with those that there are."""
+    """Directory of an existing run. Raises `RunDirError` with the nearest name, or the newest runs."""
     run = run_at(name)
     if run.exists():
         return run
@@ -48,7 +48,7 @@ def _runs() -> list[Path]:
 
 
 def run_names(incomplete: str) -> list[str]:
-    """Names of the runs under runs/ that begin so, for a shell's completion."""
+    """Names under runs/ that begin with `incomplete`, for a shell's completion."""
     return sorted(path.name for path in _runs() if path.name.startswith(incomplete))
 
 

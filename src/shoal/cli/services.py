@@ -1,4 +1,4 @@
-"""`shoal engine join`, `rewards serve` and `task serve` work for runs from processes, or machines, of their own."""
+"""`shoal engine join`, `rewards serve` and `task serve` work for runs from other processes or machines."""
 
 import dataclasses
 import os

@@ -141,7 +141,7 @@ def status(
 
 
 def status_of(run: Path) -> dict[str, object] | None:
-    """State that a node wrote last; None if it wrote none. Raises `RunDirError`."""
+    """Newest status of a node; None if it has not written any. Raises `RunDirError`."""
     from shoal.run.join_swarm import FOLDER
     from shoal.swarm.peer import STATUS_FILE
 

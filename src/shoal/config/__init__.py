@@ -1,6 +1,6 @@
 """The settings of a run: sections of fields, read from TOML with dotted overrides.
 
-Everything wrong in them is named. Unknown keys and names are refused with "did you mean".
+Errors name the setting. Unknown keys and names are refused with "did you mean".
 """
 
 import os
@@ -35,7 +35,7 @@ from shoal.files import beside
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The config in a TOML file with `--section.key=value` overrides. Raises `ConfigError`.
 
-    Files and model directories that the file names are relative to its folder; what overrides name, to this one.
+    Paths in the file are relative to its folder, paths in overrides to the current folder.
     """
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -68,9 +68,9 @@ def parse(data: dict[str, JsonValue], overrides: Iterable[str] = ()) -> Config:
 
 
 def _make_absolute(tree: dict[str, JsonValue], folder: Path) -> None:
-    """Has files of questions and code and model directories named as seen from everywhere.
+    """Makes paths of questions, code and model directories absolute, because resolved.toml lies in another folder.
 
-    resolved.toml lies elsewhere. Names of modules stay: they are found from the current folder.
+    Names of modules stay: they are found from the current folder.
     """
     tasks, model, stages = tree.get("tasks"), tree.get("model"), tree.get("stages")
     for stage in stages if isinstance(stages, list) else []:

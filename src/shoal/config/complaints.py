@@ -15,11 +15,11 @@ from shoal.errors import did_you_mean, expected_one_of
 RENAMED = {
     "asynchrony.eta": "asynchrony.max_staleness",
 }
-"""Settings that have another name now. Each is refused with a sentence that says which."""
+"""Renamed settings. Each is refused with a sentence that gives the new name."""
 NEEDED = {
     "tasks": 'at least one table, such as [[tasks]] with name = "chain_sum" below it',
 }
-"""Values that are expected of settings without a default, where the setting's own sentence is no expectation."""
+"""Expected values of settings without a default whose description does not state them."""
 WHOLE, NUMBER, TRUTH = "a whole number", "a number", "true or false"
 LIST, TABLE, TEXT = "a list", "a table", "text"
 KINDS = {
@@ -89,7 +89,7 @@ def _kind(error: ErrorDetails) -> str:
 
 
 def _needed(root: type[Section], where: str, error: ErrorDetails) -> str:
-    """Says what a setting is whose value is missing."""
+    """Describes a setting whose value is missing."""
     *path, name = [str(part) for part in error["loc"]]
     if where in NEEDED:
         return NEEDED[where]
@@ -113,7 +113,7 @@ def _named(error: ErrorDetails, tree: object) -> list[str]:
 
 
 def _section_at(root: type[Section], path: Sequence[str]) -> type[Section]:
-    """Section that a path leads to; parts that are no section stay where they are."""
+    """Section that a path leads to; parts that are not sections are skipped."""
     section = root
     for part in path:
         inner: Mapping[str, type[Section]] = {**LOSSES, **dict(_sections(section))}

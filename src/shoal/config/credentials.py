@@ -12,7 +12,7 @@ FILE = "credentials.json"
 
 
 def masked(tree: dict[str, JsonValue], hidden: dict[str, str]) -> dict[str, JsonValue]:
-    """The settings without the credentials of urls; the texts that had some are put into `hidden`, by their place.
+    """The settings without the credentials of URLs; `hidden` gets the original texts by their place.
 
     >>> hidden: dict[str, str] = {}
     >>> masked({"swarm": {"servers": ["nats://secret@reef:4222"]}}, hidden)
@@ -32,9 +32,9 @@ def masked(tree: dict[str, JsonValue], hidden: dict[str, str]) -> dict[str, Json
 
 
 def restored(tree: dict[str, JsonValue], path: Path) -> dict[str, JsonValue]:
-    """The settings of a file with the texts that `masked` has hidden, where they are still as it left them.
+    """The settings of a file with the texts that `masked` hid, except where the masked text was edited since.
 
-    The texts lie beside the file, unless it had none or was copied without them.
+    The texts lie in the file's folder, unless it had none or was copied without them.
     """
     try:
         hidden = msgspec.json.decode(path.with_name(FILE).read_bytes(), type=dict[str, str])
@@ -50,7 +50,7 @@ def restored(tree: dict[str, JsonValue], path: Path) -> dict[str, JsonValue]:
 
 
 def refuse_masked(tree: dict[str, JsonValue]) -> None:
-    """Raises `ConfigError` when settings need credentials that only a file which is missing has."""
+    """Raises `ConfigError` when settings need credentials whose file is missing."""
     hidden: dict[str, str] = {}
     masked(tree, hidden)
     for where, text in hidden.items():

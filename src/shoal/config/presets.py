@@ -1,4 +1,4 @@
-"""Published settings by name: `preset = "areal"` sets what a paper says, and settings of one's own win over it.
+"""Published settings by name: `preset = "areal"` sets a paper's values, and the user's settings override them.
 
 Learning rates, batch sizes and lengths belong to a model and its data: presets leave them alone, unless the method is
 about their ratio.
@@ -12,7 +12,7 @@ from pydantic import JsonValue
 from shoal.config.tree import place_of
 
 DEFAULT_MAX_TOKENS = 256
-"""Number of tokens of one answer at most, where a configuration does not say it."""
+"""Most tokens of one answer if the configuration does not set it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ PRESETS: Mapping[str, Mapping[str, Setting]] = {
 
 
 def set_preset(tree: dict[str, JsonValue]) -> None:
-    """Sets what the tree's preset sets and the tree does not; an unknown preset is left to be refused."""
+    """Fills in the preset's settings that the tree does not set; validation refuses an unknown preset."""
     rollout = tree.get("rollout")
     max_tokens = rollout.get("max_tokens") if isinstance(rollout, dict) else None
     for key, setting in PRESETS.get(str(tree.get("preset")), {}).items():

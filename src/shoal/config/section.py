@@ -1,11 +1,11 @@
-"""What every table of settings is."""
+"""Base class of the tables of settings."""
 
 from typing import Annotated, Self, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MOST = 10**9
-"""The largest number that a setting may be; more is a slip of the keyboard, and too much for what computes with it."""
+"""The largest number of a setting; a larger one is a typing error and would overflow computations."""
 UNBOUNDED = ("seed",)
 
 

@@ -1,6 +1,6 @@
 """One tree of settings.
 
-Every field has a default that works, a sentence and a unit. What can be derived is not asked.
+Every field has a default that works, a sentence and a unit. Values that can be derived are not settings.
 """
 
 import re
@@ -23,11 +23,11 @@ from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums", "demo-tools")
 """Models that come with Shoal."""
 DEFAULT_ADDRESS = "127.0.0.1:8200"
-"""Where task services of other processes register."""
+"""Address where task services of other processes register."""
 QUESTIONS, FEWEST, EVAL_SHARE = 128, 8, 0.25
-"""Held-out questions where `eval.questions` is unset: at most, at least, and their answers' share of the trained."""
+"""Held-out questions if `eval.questions` is unset: most, fewest, and their answers' share of the trained ones."""
 SERVED = ("params", "scorer", "eval_share", "system_prompt", "rewrite")
-"""Settings of a task that the process of a remote one has in place of the run."""
+"""Settings of a task that are set in the process of a remote task instead of the run."""
 
 
 class ModelConfig(Section):
@@ -227,7 +227,7 @@ class Config(Section):
         tree = self.model_dump(exclude_unset=True, exclude={"stages"})
         train = tree.get("train", {})
         if own := OWN_SETTINGS.get(stage.kind):
-            # Nothing is sampled, scored or compared in such a stage, and settings of that would change its loss.
+            # Such a stage samples and scores nothing, and these settings would change its loss.
             tree = {name: section for name, section in tree.items() if name not in UNUSED}
             train = {"loss": LOSS_OF[stage.kind], **{name: value for name, value in train.items() if name in own}}
         tree["train"] = {**train, **stage.train}
@@ -242,7 +242,7 @@ class Config(Section):
 
     @property
     def services_at(self) -> tuple[str, int] | None:
-        """Host and port where roles and task services of other processes register; None when there are none."""
+        """Host and port where roles and task services of other processes register; None without any."""
         if self.cluster.listen:
             host, _, port = self.cluster.listen.rpartition(":")
             return host.strip("[]"), int(port)
@@ -287,7 +287,7 @@ def _in_stages(config: Config) -> Iterator[str]:
 
 
 def _in_roles(config: Config) -> Iterator[str]:
-    """Complaints about parts of a run that nobody would be."""
+    """Complaints about roles that no process would fill."""
     yield from config.cluster.complaints(config.train, config.reward.workers)
     for name, count, urls in (
         ("engine.count", config.engine.count, config.engine.urls),
@@ -333,7 +333,7 @@ def _in_training(config: Config) -> Iterator[str]:
 
 
 def _in_advantages(config: Config) -> Iterator[str]:
-    """Complaints about groups of peers, and about advantages made late: of a critic, or after a penalty."""
+    """Complaints about peers' groups, and about advantages computed late: by a critic, or after a penalty."""
     train, swarm = config.train, config.swarm
     if swarm.round_offers and not swarm.wait_s:
         yield "swarm.wait_s: expected more than 0 with swarm.round_offers, whose steps wait for a round, got 0"
@@ -357,7 +357,7 @@ def _in_advantages(config: Config) -> Iterator[str]:
 
 
 def _in_tasks(tasks: Sequence[TaskConfig]) -> Iterator[str]:
-    """Complaints about tasks that could not be told apart, found or reached."""
+    """Complaints about duplicate, missing or unreachable tasks."""
     names = [task.name for task in tasks]
     if twice := [name for name in names if names.count(name) > 1]:
         yield f"tasks: names must differ, got {min(twice)!r} twice"

@@ -119,9 +119,9 @@ OWN_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
     "sft": frozenset(_RATE | _PROCESS | {"steps", "groups_per_step", "minibatches", "loss_mean"}),
     "dpo": frozenset(_RATE | _PROCESS | {"steps", "groups_per_step"}),
 }
-"""Settings of training that a supervised stage has beside its loss; of a pair all is one update."""
+"""Settings of training, besides the loss, that a supervised stage has; a DPO step is always one update."""
 UNUSED: Final = ("rollout", "engine", "asynchrony", "reward", "eval", "swarm")
-"""Sections of the run that it has no use for."""
+"""Sections of the run that a supervised stage does not use."""
 LOSS_OF: Final[Mapping[str, str]] = {"sft": "positive_only", "dpo": "dpo"}
 
 LOSSES: Mapping[str, type[Section]] = {
@@ -234,7 +234,7 @@ class TrainConfig(Section):
     @field_validator("loss", mode="before")
     @classmethod
     def _named(cls, value: object) -> object:
-        """Takes a name alone, `module:function`, and parameters without a name, which are the default loss's."""
+        """Accepts a bare name, `module:function`, and parameters without a name, which belong to the default loss."""
         if isinstance(value, str):
             return {"name": "own", "function": value} if ":" in value else {"name": value}
         return {"name": DecoupledLoss().name, **value} if isinstance(value, dict) else value

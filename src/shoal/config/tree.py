@@ -13,7 +13,7 @@ MOST_LEVELS = 32
 
 
 def mapped(tree: JsonValue, change: Callable[[str, JsonValue], JsonValue], where: str = "") -> Any:
-    """A copy in which `change`, which gets its place as well, replaces each value that is no table and no list.
+    """A copy with each value that is not a table or list replaced by `change(place, value)`.
 
     Raises `ConfigError` for a tree that is nested too deeply.
     """
@@ -39,7 +39,7 @@ def _checked(where: str, value: JsonValue) -> JsonValue:
     elif isinstance(value, int) and not -(2**63) <= value < 2**63:
         expected, got = "a number of at most 64 bits", f"one of {value.bit_length()}"
     elif isinstance(value, str) and ("\0" in value or value.encode(errors="replace").decode() != value):
-        expected = "text in UTF-8 without NUL"  # what came as other bytes was kept as surrogates
+        expected = "text in UTF-8 without NUL"  # other bytes were decoded to surrogates
     elif not isinstance(value, str | int | float | bool | None):
         expected, got = "text or a number", f"the {type(value).__name__} {value}"
     if expected:
@@ -48,7 +48,7 @@ def _checked(where: str, value: JsonValue) -> JsonValue:
 
 
 def place_of(key: str, tree: dict[str, JsonValue]) -> tuple[Any, Any]:
-    """The table or list that a dotted name leads to, with the key or index there; tables that are missing are made.
+    """The table or list that a dotted name leads to, with the key or index there; creates missing tables.
 
     Raises `ConfigError` where the name leads into a value or past the end of a list.
     """

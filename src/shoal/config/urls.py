@@ -1,4 +1,4 @@
-"""Addresses in settings, checked as far as they can be without asking anybody."""
+"""Checks addresses in settings without connecting to them."""
 
 from collections.abc import Sequence
 from urllib.parse import urlsplit
@@ -10,7 +10,7 @@ NATS = ("nats", "tls", "ws", "wss")
 
 
 def checked_url(field: str, url: str, schemes: Sequence[str] = HTTP) -> str:
-    """The URL. Raises `ConfigError` naming the field when it has no host, another scheme or a port that none can be.
+    """The URL. Raises `ConfigError` naming the field when it has no host, another scheme or an invalid port.
 
     >>> checked_url("engine.urls", "http://127.0.0.1:8000")
     'http://127.0.0.1:8000'
@@ -18,7 +18,7 @@ def checked_url(field: str, url: str, schemes: Sequence[str] = HTTP) -> str:
     try:
         parts = urlsplit(url)
         is_one = parts.scheme in schemes and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port, or of brackets
+    except ValueError:  # invalid port or brackets
         is_one = False
     if not is_one or any(not letter.isprintable() or letter.isspace() for letter in url):
         raise ConfigError(f"{field}: expected {schemes[0]}://HOST:PORT or {schemes[1]}://HOST:PORT, got {url!r}")

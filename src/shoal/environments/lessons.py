@@ -42,7 +42,7 @@ class CarelessTeacher:
 
 
 def played_turns(seed: int, careless_share: float) -> Iterator[tuple[tuple[Message, ...], str]]:
-    """Messages before each move, and the move, of one training game after the other, without end."""
+    """Messages before each move, and the move, of an endless sequence of training games."""
     towers = replace(hanoi, seed=seed, rewrite=REWRITE, eval_share=EVAL_SHARE)
     rng = random.Random(seed_for("careless teacher", seed))
     with asyncio.Runner() as runner:

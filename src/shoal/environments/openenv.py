@@ -57,7 +57,7 @@ class OpenEnv:
     def draw(self, rng: random.Random) -> Question:
         """The first observation after a reset with a seed; blocks."""
         seed = rng.randrange(1 << 31)  # any generator takes it
-        with ThreadPoolExecutor(1) as thread:  # it has no event loop of its own yet, whoever calls
+        with ThreadPoolExecutor(1) as thread:  # the caller's thread may already run an event loop
             seen = thread.submit(lambda: asyncio.run(self._begun(seed))).result()
         return Question(self.render(seen.observation), system=self.system, info={"seed": seed})
 

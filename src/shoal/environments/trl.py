@@ -146,7 +146,7 @@ class _ToolUse(_Rows):
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
-    """The public methods that the model may call, as TRL finds them."""
+    """The public methods that the model may call, selected as in TRL."""
     methods = (name for name, _ in inspect.getmembers(type(environment), predicate=inspect.isfunction))
     return {name: getattr(environment, name) for name in methods if name[0] != "_" and name not in NOT_TOOLS}
 
@@ -157,7 +157,7 @@ NOT_TOOLS = frozenset({"reset", "get_reward"})
 async def converse(
     model: Model, messages: list[Message], tools: Mapping[str, Callable[..., Any]], most_turns: int = 16
 ) -> None:
-    """Goes on until the model calls no tool, at most `most_turns` times; appends every message to `messages`."""
+    """Continues until the model calls no tool, at most `most_turns` times; appends every message to `messages`."""
     described = tools_json(tools.values())
     for _ in range(most_turns):
         said = await model.answer(messages, tools=described)

@@ -4,9 +4,9 @@
 
 A row of such a file is a row of the table that its column `kind` names. The file is written, synced and renamed first.
 Then one transaction removes its rows from the log and names the file in the table `shards`. A file that no row names
-was left by a crash: nobody reads it, and it is written again. So no row is lost, and no row is there twice.
+was left by a crash: it is never read, and is written again. So no row is lost, and no row is there twice.
 
-Readers of the log (`log.snapshot`) see both as one log: `attach` puts tables of equal names before the log's own.
+Readers of the log (`log.snapshot`) see both as one log: `attach` shadows the log's tables with tables of equal names.
 Bodies of rollouts and tasks stay in the files until a reader asks for them.
 """
 
@@ -25,7 +25,7 @@ from shoal.files import replaced
 
 FOLDER = "archive"
 SHARD_BYTES = 256_000_000
-"""Bytes of rollouts in one file, about: a step is never split."""
+"""Approximate bytes of rollouts in one file: a step is never split."""
 ROWS_AT_ONCE = 512
 """Number of rollouts per row group, which are in memory at a time."""
 VACUUM_PAGES = 512
@@ -134,13 +134,13 @@ def archived_through(connection: sqlite3.Connection) -> int:
 
 
 def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
-    """Puts tables before the log's own that also have the rows of its archive. Raises `RunDirError`."""
+    """Shadows the log's tables with tables that include its archive. Raises `RunDirError`."""
     names = connection.execute("SELECT name FROM shards ORDER BY through")
     attach_files(connection, [run_dir / FOLDER / name for (name,) in names])
 
 
 def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
-    """Puts tables before those of a connection that also have the rows of some files. Raises `RunDirError`."""
+    """Shadows a connection's tables with tables that include the rows of some files. Raises `RunDirError`."""
     if not files:
         return
     missing = next((file for file in files if not file.is_file()), None)
@@ -212,7 +212,7 @@ def moved_value(
 ) -> Callable[[int, int | None], bytes | None]:
     """Reads the body of a rollout, or the task of a group when no position is given; None when no file has it.
 
-    `spans_of` is `spans`, which a caller with many questions remembers.
+    `spans_of` is `spans`, which a caller with many reads caches.
     """
     value = archived_value(files)
     places: list[tuple[bool, int, int, int, int]] = []
@@ -222,7 +222,7 @@ def moved_value(
             places.extend((*span, shard) for shard, file in enumerate(files) for span in spans_of(file))
         for at, (bodies, lowest, highest, row_group, shard) in enumerate(places):
             if bodies == (position is not None) and lowest <= seq <= highest:
-                with suppress(KeyError):  # groups end in another order than they are numbered
+                with suppress(KeyError):  # groups do not end in the order of their numbers
                     found = value(shard, row_group, seq, position)
                     places.insert(0, places.pop(at))  # the next one asked for is often near
                     return found

@@ -26,7 +26,7 @@ FAILED = RolloutStatus.FAILED
 
 
 def audit(run_dir: Path) -> AuditReport:
-    """Checks a run that has ended, was killed or goes on. Raises `RunDirError` without a readable log."""
+    """Checks a run that has ended, was killed or is running. Raises `RunDirError` without a readable log."""
     with snapshot(run_dir) as connection:
         report = AuditReport(read_meta(connection))
         check_rows(connection, report, run_dir)
@@ -57,7 +57,7 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
     waiting: dict[int, _Seen] = {}
     for step, horizon, chosen in _choices(connection):
         while ahead is not None and ahead.finished_seq <= horizon:
-            if ahead.is_own:  # a peer's was never on offer
+            if ahead.is_own:  # a peer's group was never on offer
                 waiting[ahead.finished_seq] = ahead
             ahead = next(groups, None)
         waiting = {seq: seen for seq, seen in waiting.items() if seq in chosen or seen.waits_at(step)}
@@ -74,7 +74,7 @@ def _check_order(connection: sqlite3.Connection, report: AuditReport) -> None:
                 before = first[seen.service]
                 report.found(Check.OLDEST_FIRST, seen.id, f"{detail}{before.id} of version {before.oldest_version}")
     for _ in groups:
-        pass  # what nobody chose is checked too
+        pass  # also checks the groups that were never chosen
 
 
 def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[int, str]]]:

@@ -1,4 +1,4 @@
-"""Picks the groups that a step trains: each task's oldest, as many as the task is due; and records their use. Pure."""
+"""Picks the groups that a step trains, each task's oldest, as many as it is due, and records their use. Pure."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence

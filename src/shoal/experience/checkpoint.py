@@ -1,4 +1,4 @@
-"""Checkpoints of a run, each there whole or not at all.
+"""Checkpoints of a run, written atomically.
 
     <run_dir>/checkpoints/step-25/            what the trainer saved, and
     <run_dir>/checkpoints/step-25/files.json  size and checksum of each file
@@ -35,7 +35,7 @@ class Checkpoint:
 def begin(run_dir: Path, step: int) -> Path:
     """An empty directory to save into; `seal` makes it the checkpoint of `step`. One at a time. Blocks.
 
-    Removes what a crash left. Raises `RunDirError`.
+    Removes the leftovers of a crash. Raises `RunDirError`.
     """
     folder = run_dir / FOLDER
     try:
@@ -71,7 +71,7 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
         sync(folder)
         shutil.rmtree(folder / f"step-{step}{_REPLACED}", ignore_errors=True)
         for old in checkpoints(run_dir)[:-keep]:
-            doomed = old.path.with_name(old.path.name + _REPLACED)  # half of one never has the name of a whole one
+            doomed = old.path.with_name(old.path.name + _REPLACED)  # so half of one never has a valid name
             old.path.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
     except OSError as error:

@@ -9,15 +9,15 @@
     texts                  the text of each token; null without the run's tokenizer
     reward                 null where the scorer did not answer
     parts, evidence        the reward's parts by name, and what the scorer says for it
-    turn_rewards           of each turn, beside the reward
-    turn_parents           of each turn, the index of the one that it goes on from; null where it begins anew
+    turn_rewards           of each turn, in addition to the reward
+    turn_parents           of each turn, the index of the turn that it continues; null where it begins anew
     peer                   id of the peer that sampled it; null for the run's own
     status, reason         of the rollout: "finished", or "failed" and why. A finished rollout whose group was not
                            trained on carries the group's reason, such as "stale"
     finished_seq           order of commit of the group
     admitted_version consumed_version consumed_step   the last two null where never consumed
 
-A turn whose parent is the turn before goes on in the same stream, so that each token is there once. Any other turn (an
+A turn whose parent is the turn before continues the same stream, so that each token is there once. Any other turn (an
 edited or compacted history, another branch) is appended with its whole prompt.
 """
 
@@ -59,7 +59,7 @@ NONE = Extras()
 
 @dataclass(frozen=True, slots=True)
 class _Exported:
-    """One rollout with all that its row is made of."""
+    """One rollout with the sources of its row."""
 
     group: RawGroup
     task: Task
@@ -162,7 +162,7 @@ def export_rows(run_dir: Path, extras: Extras = NONE) -> Iterator[ExportRow]:
 def streams(turns: Sequence[RawTurn]) -> tuple[list[int], list[int], list[float], list[int]]:
     """Tokens, mask, logprobs and versions of a rollout, [L] each unless a turn's own streams differ in length.
 
-    Raises `WireError` for a turn whose parent is no earlier one.
+    Raises `WireError` for a turn whose parent is not an earlier turn.
     """
     try:
         check_parents(turn.parent for turn in turns)

@@ -59,9 +59,9 @@ class AuditReport:
     tokens: int = 0
     """Number of sampled tokens."""
     staleness_max: int = 0
-    """Staleness in Versions of the trained tokens at consumption, at most."""
+    """Highest staleness of the trained tokens at consumption, in Versions."""
     staleness_steps: int = 0
-    """Staleness in steps: with a new Version every K steps a Version is up to K steps."""
+    """Highest staleness in steps: with a new Version every K steps, one Version is up to K steps."""
     findings: dict[Check, Finding] = field(default_factory=dict)
 
     @property

@@ -39,7 +39,7 @@ class AdmissionGate:
 
     @property
     def capacity(self) -> int:
-        """Number of groups that may start now; 0 while more run than the bound allows."""
+        """Number of groups that may start now; 0 while more groups run than the bound allows."""
         return max(min(self.max_running - self.running, self.budget - (self.accepted + self.running)), 0)
 
     @property

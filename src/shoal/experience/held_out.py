@@ -1,7 +1,7 @@
-"""Answers to held-out questions, a file for each evaluation: what a model said to the same question, step by step.
+"""Answers to held-out questions, a file for each evaluation.
 
-held_out/000020.jsonl.gz has the answers after 20 steps, a line each: an `Answer` as JSON. A resumed run that evaluates
-once more replaces the file.
+held_out/000020.jsonl.gz has the answers after 20 steps, a line each: a `HeldOutAnswer` as JSON. A resumed run that
+repeats an evaluation replaces its file.
 """
 
 import gzip
@@ -34,7 +34,7 @@ class HeldOutAnswer:
     messages: tuple[Message, ...]
     """The whole conversation, question first."""
     asked: int
-    """Number of messages that are the question's."""
+    """Number of leading messages that are the question."""
     reward: Reward
     status: RolloutStatus
     reason: str
@@ -67,7 +67,7 @@ def answer_files(run_dir: Path) -> Sequence[Path]:
 
 
 def read_answers(file: Path) -> Iterator[HeldOutAnswer]:
-    """Reads the answers of one evaluation. Raises `RunDirError` for what is no such file."""
+    """Reads the answers of one evaluation. Raises `RunDirError` for any other file."""
     decoder = msgspec.json.Decoder(HeldOutAnswer)
     try:
         with gzip.open(file, "rb") as lines:

@@ -33,7 +33,7 @@ INTERRUPTED = "interrupted"
 OPEN_TIMEOUT_S = 30.0
 """Seconds that opening a log waits for another program's lock."""
 _NO_ROOM = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY)
-"""SQLite errors of a disk that is full or that nobody may write."""
+"""SQLite errors of a full or read-only disk."""
 BODY_BYTES = 1_000_000_000
 """Bytes of one value at most, which is SQLite's limit, so that every logged value can be read again."""
 
@@ -55,7 +55,7 @@ class LockedLog:
         Readers may keep frames in the write-ahead log; these are synced here. SQLite keeps no lock on that file, so
         closing it releases none. Not while a transaction is under way.
         """
-        with suppress(sqlite3.OperationalError):  # locked: by who reads or writes
+        with suppress(sqlite3.OperationalError):  # locked by a reader or writer
             self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
         for path in (self.path.with_name(f"{FILE}-wal"), self.path.parent):
             with suppress(FileNotFoundError):
@@ -78,14 +78,14 @@ class LockedLog:
 
 
 def open_log(run_dir: Path, meta: RunMeta, *, resume: bool) -> LockedLog:
-    """Creates the log of a run, or opens the one that is there when `resume`. Raises `RunDirError`."""
+    """Creates the log of a run, or opens the existing one if `resume`. Raises `RunDirError`."""
     path = run_dir / FILE
     if path.exists() and not resume:
         raise RunDirError(f"{run_dir} already holds a run; resume it with --resume or choose another run_dir")
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         lock = (run_dir / "log.lock").open("ab")
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # whom peers' and users' texts are no business of
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # other users must not read the texts
     except OSError as error:
         raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
     try:
@@ -169,9 +169,9 @@ def read_meta(connection: sqlite3.Connection) -> RunMeta:
 
 
 def log_uri(run_dir: Path) -> str:
-    """Where SQLite reads a run's log and writes nothing: a log without a -wal file gets no files of SQLite beside it.
+    """SQLite URI that reads a run's log without creating files: a log without a -wal file has no writer.
 
-    Nobody writes such a log. Raises `RunDirError` when there is no log.
+    Raises `RunDirError` when there is no log.
     """
     path = (run_dir / FILE).resolve()
     if not path.exists():
@@ -183,7 +183,7 @@ def log_uri(run_dir: Path) -> str:
 def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
     """A read-only view of a log at one moment, without its archive.
 
-    Raises `RunDirError` when there is no log, none that can be read, or one that a resumed run began to write again.
+    Raises `RunDirError` when the log is missing or unreadable, or a resumed run began to write it.
     """
     path, uri = run_dir / FILE, log_uri(run_dir)
     written_at = path.stat().st_mtime_ns
@@ -205,7 +205,7 @@ def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
 
 @contextmanager
 def snapshot(run_dir: Path) -> Iterator[sqlite3.Connection]:
-    """A read-only view of a run's log and archive at one moment, whether the run goes on, has ended or was killed.
+    """A read-only view of a run's log and archive at one moment, whether the run is running, has ended or was killed.
 
     Raises `RunDirError` as `reading` does, and for a damaged archive.
     """
@@ -294,7 +294,7 @@ def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
 
 
 def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:
-    """Groups that finished and were neither consumed nor ended, in the order of their finished_seq, which they have."""
+    """Groups that finished and were neither consumed nor ended, each with its finished_seq, in that order."""
     return _groups(
         connection,
         "WHERE finished_seq NOT IN (SELECT finished_seq FROM consumed) "
@@ -329,7 +329,7 @@ def _groups(connection: sqlite3.Connection, which: str, *values: int) -> Iterato
 
 
 def count_used(connection: sqlite3.Connection) -> int:
-    """Number of groups that passed the gate and were trained on: all but peers'."""
+    """Number of trained groups without those of peers, which pass no gate."""
     (used,) = connection.execute(f"SELECT COUNT(*) FROM {CONSUMED_OF} WHERE peer_id IS NULL").fetchone()
     return int(used)
 

@@ -53,9 +53,9 @@ class RawRollout(Rollout):
 
     @property
     def row_versions(self) -> list[list[int]]:
-        """The Versions of each row. Raises `ValueError` for a turn whose parent is no earlier one.
+        """The Versions of each row. Raises `ValueError` for a turn whose parent is not an earlier turn.
 
-        Rows are sampled side by side, so only within a row a later turn means a later token.
+        Rows are sampled concurrently, so only within a row a later turn means a later token.
         """
         check_parents(turn.parent for turn in self.turns)
         return [

@@ -10,7 +10,7 @@
 
 All else (counts, staleness, waiting groups, groups that a crash interrupted) is derived from these.
 A peer's group has the peer in its row of `started`, where own groups have null. It is written whole, in the transaction
-of the step that trains it; no gate counted it, and it waited for nobody.
+of the step that trains it; it passes no gate and never waits.
 `after_step` is the last step consumed when a row was written, -1 before the first.
 """
 

@@ -19,12 +19,12 @@ T = TypeVar("T")
 LOCK_TIMEOUT_S = 1.0
 """Seconds that one attempt to write waits for another program's lock; attempts go on until the log is closed."""
 MAX_BATCH = 256
-"""Number of writes per transaction: enough to share one commit, few enough that nobody waits long for it."""
+"""Most writes per transaction: enough to share a commit, few enough to keep its latency low."""
 
 
 @dataclass(slots=True)
 class _Write:
-    """One write, with who waits for it."""
+    """One write and the future of its result."""
 
     run: Callable[[sqlite3.Connection], Any]
     arrived: Callable[[Any], None]
@@ -148,7 +148,7 @@ class LogWriter:
                     write.do(connection)
             if connection.in_transaction:
                 connection.execute("COMMIT")
-        except Exception as error:  # whatever it is, a caller awaits this write and must receive it
+        except Exception as error:  # a caller awaits this write and must receive any error
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             self._failure = error

@@ -1,4 +1,4 @@
-"""Inner form of a request, in which all APIs meet, and the context that renders it to tokens."""
+"""The API-independent form of a request, and the context that renders it to tokens."""
 
 import asyncio
 from collections import Counter, deque
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LATENCIES_KEPT = 4096
 INLINE_CHARACTERS = 2048
-"""Characters up to which tokenising takes less time than a thread that competes for the interpreter."""
+"""Texts up to this length are tokenised on the event loop: a thread would wait longer for the interpreter."""
 NO_MESSAGES = Conversation(())
 
 P = ParamSpec("P")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class SamplingRequest(msgspec.Struct, kw_only=True):
-    """Sampling parameters that a client asks for; None was not asked for."""
+    """Sampling parameters of a request; None where the client set none."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -42,9 +42,9 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
     stop_token_ids: list[int] | None = None
 
     def sampling(self, room: int, stop_token_ids: tuple[int, ...], choice: int = 0) -> Sampling:
-        """Sampling of at most `room` tokens; all that was not asked for is off. Raises `SessionError`.
+        """Sampling of at most `room` tokens; unset filters are off. Raises `SessionError`.
 
-        The first choice has the request's seed, so that it is what it would be alone.
+        The first choice has the request's seed, so that it equals the answer to a request with n = 1.
         """
         names = ("temperature", "top_p", "min_p")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -59,7 +59,7 @@ class SamplingRequest(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """Request for answers to one prompt, of any API."""
+    """A request of any API for answers to one prompt."""
 
     conversation: Conversation = NO_MESSAGES
     sampling: SamplingRequest = field(default_factory=SamplingRequest)
@@ -78,11 +78,11 @@ class AnswerRequest:
     schema: str = ""
     """JSON Schema that the answer satisfies; empty for none."""
     wanted: tuple[str, ...] = ()
-    """Names of the tools of which the answer calls one; empty where it may do without."""
+    """Names of the tools, one of which the answer must call; empty where a call is optional."""
     rules: LogitRules = field(default_factory=LogitRules)
-    """Rules of the logits, in sessions that are not trained."""
+    """Logit rules; in untrained sessions only."""
     scores_prompt: bool = False
-    """Whether the logprobs of the prompt's tokens are wanted, in sessions that are not trained."""
+    """Whether the prompt's logprobs are requested; in untrained sessions only."""
     samples: bool = True
     """False where only the prompt is scored."""
 
@@ -107,7 +107,7 @@ class SessionContext:
         return await loop.run_in_executor(self.pool, lambda: function(*args, **options))
 
     async def rendered(self, conversation: Conversation) -> list[int]:
-        """Tokens of a whole conversation, up to where the answer goes on. Raises `SessionError`."""
+        """Tokens of a whole conversation, up to the point where sampling starts. Raises `SessionError`."""
         return await self.computed(_size(conversation.messages, conversation.tools), self._whole, conversation)
 
     async def bridge(self, attachment: "Attachment") -> list[int] | None:
@@ -117,7 +117,7 @@ class SessionContext:
         return await self.computed(_size(attachment.tail, attachment.conversation.tools), self._joint, attachment)
 
     async def prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Tokens of a prompt that is no conversation. Raises `SessionError`."""
+        """Tokens of a prompt given as text or tokens. Raises `SessionError`."""
         if isinstance(prompt, str):
             self._check_length("prompt", len(prompt))
             prompt = tuple(await self.computed(len(prompt), partial(self.renderer.token_ids, begins=True), prompt))
@@ -125,7 +125,7 @@ class SessionContext:
         return prompt
 
     def check_fits(self, field: str, length: int) -> None:
-        """Raises `ContextOverflow` for a prompt of so many tokens that leaves no room for an answer."""
+        """Raises `SessionError` for an empty prompt, `ContextOverflow` for one that leaves no room for an answer."""
         if not length:
             raise SessionError(f"{field}: expected at least one token, got none")
         if length >= (longest := self.max_model_len):
@@ -165,7 +165,7 @@ class SessionContext:
         return None if bridge is None else [*bridge, *self.renderer.token_ids(conversation.begun)]
 
     def _check(self, conversation: Conversation) -> None:
-        """Raises `SessionError` for a conversation that the model's chat template cannot show."""
+        """Raises `SessionError` for a conversation that the model's chat template cannot render."""
         if not self.renderer.has_template:
             raise SessionError(
                 "messages: the model has no chat template; send its text to /v1/completions as `prompt`, or put a "
@@ -180,7 +180,7 @@ class SessionContext:
             )
 
     def _check_length(self, field: str, characters: int) -> None:
-        """Raises `ContextOverflow` for a text that cannot fit whatever its tokens are, before it is tokenised."""
+        """Raises `ContextOverflow` for a text that would not fit even in the longest tokens; tokenises nothing."""
         least = characters // self.renderer.longest_token
         if least >= self.max_model_len:
             why = f"expected at most {self.max_model_len - 1} tokens, got at least {least} in {characters} characters"

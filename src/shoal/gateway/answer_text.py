@@ -1,4 +1,4 @@
-"""Text of one answer while its tokens come: what may be shown, and where a stop text or a first call ends it."""
+"""Incremental decoding of one answer: the text that is safe to send, and the end at a stop text or a first call."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from shoal.model.chat_template import Answer, ChatRenderer
 
 PARSES = 32
-"""An answer with thoughts is parsed again when it has grown by this part, so that the work stays linear."""
+"""An answer with thoughts is parsed again once it has grown by 1/PARSES, so that the work stays linear."""
 UNFINISHED = "\ufffd"
-"""Decoded place of a character whose bytes have not all come."""
+"""Decoded in place of a character whose bytes are incomplete."""
 
 
 def held_back(text: str, marks: Sequence[str]) -> int:
-    """Length of the longest end of a text with which one of `marks` may begin.
+    """Length of the longest suffix of a text that is a proper prefix of one of `marks`.
 
     >>> held_back("so </thi", ["</think>"]), held_back("so", ["</think>"])
     (5, 0)
@@ -32,9 +32,9 @@ def held_back(text: str, marks: Sequence[str]) -> int:
 
 
 class AnswerText:
-    """Reader of one answer; `content` and `reasoning` only ever grow, and may be shown at once.
+    """Decodes one answer; `content` and `reasoning` only grow, so that they may be sent at once.
 
-    Stop texts end the answer; a thought does not end by them.
+    Stop texts are searched in the answer, not in its thought.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class AnswerText:
         one_call: bool = False,
         after: Message | None = None,
     ) -> None:
-        """`chat` parts thoughts and, with `tools`, calls, whose content then comes with the last tokens.
+        """`chat` separates thoughts and, with `tools`, calls; then the content comes with the last tokens.
 
         With `one_call` the answer ends after its first call. `after` is the earlier part of the answer.
         """
@@ -81,7 +81,7 @@ class AnswerText:
             self._decode(token_ids, last)
 
     def kept(self) -> int:
-        """Number of tokens of the answer: up to the end of the stop text or of the first call."""
+        """Number of tokens of the answer, up to and including the stop text or the first call."""
         return self._first(self._is_over) if self.stopped else len(self._ids)
 
     def shown(self) -> int:
@@ -92,22 +92,22 @@ class AnswerText:
 
     @property
     def whole(self) -> "Answer":
-        """Answer, once it is whole, without its stop text."""
+        """The complete answer, without its stop text."""
         from shoal.model.chat_template import Answer
 
         return self.answer or Answer(self.content, self.reasoning)
 
     def _first(self, holds: Callable[[int], bool]) -> int:
-        """Least number of tokens for which a condition holds that more tokens do not break."""
+        """Least number of tokens for which a monotone condition holds."""
         return bisect_left(range(len(self._ids)), True, lo=1, key=holds)
 
     def _is_over(self, size: int) -> bool:
-        """Whether the first tokens have a stop text or a call."""
+        """Whether the first `size` tokens contain a stop text or a call."""
         text = self._text_of(size)
         return any(stop in text for stop in self._stops) or (self._one_call and bool(self._answer(size, True).calls))
 
     def _text_of(self, size: int) -> str:
-        """Text of the first tokens behind their thought, calls included."""
+        """Text of the first `size` tokens after the thought, including calls."""
         return self._answer(size, False).content if self.parses else self._renderer.text(self._ids[:size])
 
     def _answer(self, size: int, tools: bool) -> "Answer":
@@ -133,7 +133,7 @@ class AnswerText:
         if self._tools and not last:
             return
         content = answer.content
-        if not content.startswith(self.content):  # a thought closed that had not opened: the stream goes on as text
+        if not content.startswith(self.content):  # a thought closed without an opening: the stream goes on as text
             content = self._renderer.text(self._ids)
         self._show(content, last)
         if last:
@@ -151,7 +151,7 @@ class AnswerText:
         self.answer = replace(answer, content=content, calls=calls)
 
     def _before_stop(self, text: str) -> str:
-        """Text before its first stop text, which becomes that of the answer; all of it where there is none."""
+        """Cuts a text before its first stop text, and records that in `stop`."""
         longest = max(map(len, self._stops), default=0)
         searched = max(len(self.content) - longest, 0)
         found = [(at, stop) for stop in self._stops if (at := text.find(stop, searched)) >= 0]

@@ -55,11 +55,11 @@ class OfferedTool(msgspec.Struct):
     description: str = ""
     input_schema: dict[str, object] = {}
     type: str | None = "custom"
-    """Kind of the tool; all kinds but `custom` are run by Anthropic itself."""
+    """Anthropic itself runs the tools of all types but `custom`."""
 
 
 class Thinking(msgspec.Struct):
-    """Thinking; see `thinking` in Anthropic's reference. Its budget is the model's own."""
+    """See `thinking` in Anthropic's reference; its token budget is ignored."""
 
     type: str
 
@@ -72,14 +72,14 @@ class OutputFormat(msgspec.Struct):
 
 
 class OutputConfig(msgspec.Struct):
-    """Output config; see `output_config` in Anthropic's reference."""
+    """See `output_config` in Anthropic's reference."""
 
     format: OutputFormat | None = None
     effort: str | None = None
 
 
 class ToolChoice(msgspec.Struct):
-    """Tool choice; see `tool_choice` in Anthropic's reference."""
+    """See `tool_choice` in Anthropic's reference."""
 
     type: str
     name: str = ""
@@ -191,7 +191,7 @@ def messages_body(replies: Sequence[Reply[MessagesRequest]]) -> Body:
 
 
 def _content(message: Message) -> Iterator[tuple[Body, Body, Body]]:
-    """Blocks of an answer, each whole, emptied, and as the delta that carries its content."""
+    """Blocks of an answer, each with its empty form and the delta that carries its content."""
     if thought := message.reasoning:
         block: Body = {"type": "thinking", "thinking": thought, "signature": ""}
         yield block, {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": thought}

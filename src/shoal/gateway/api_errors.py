@@ -1,4 +1,4 @@
-"""Errors in the form of the API that a request belongs to, as bodies and as events of a stream."""
+"""Errors in the form of the request's API, as bodies and as events of a stream."""
 
 from starlette.exceptions import HTTPException
 
@@ -14,7 +14,7 @@ ANTHROPIC_KINDS = {
 }
 
 NO_THREADS: Body = {"details": {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}}
-"""Makes the tool runner of Anthropic's SDK send whole conversations, which by default asks the server to hold them."""
+"""Makes the tool runner of Anthropic's SDK send whole conversations; by default it asks the server to keep them."""
 
 
 class ModelNotFound(SessionError):

@@ -29,11 +29,10 @@ MOST_CHOICES = 1024
 """Choices of one request, all prompts together."""
 MOST_BIASES = 1024
 MOST_TOKENS = 1 << 31
-"""Token ids are below it: engines take 32 bits."""
+"""Upper bound of token ids, exclusive: engines take 32-bit integers."""
 ROLES = {"developer": Role.SYSTEM, **{role.value: role for role in Role}}
 TEMPLATE_ARGUMENTS = ("enable_thinking", "thinking", "reasoning_effort")
-"""Names of the template arguments that clients may set; the renderer's own, such as the template, are not among
-them."""
+"""Template arguments that clients may set; they may not set the renderer's own, such as the template."""
 
 
 class ChatMessage(msgspec.Struct):
@@ -65,7 +64,7 @@ class NamedSchema(msgspec.Struct):
 
 
 class ResponseFormat(msgspec.Struct):
-    """Response format; see `response_format` in OpenAI's reference."""
+    """See `response_format` in OpenAI's reference."""
 
     type: str
     json_schema: NamedSchema | None = None
@@ -98,7 +97,7 @@ class CompletionRequest(ModelRequest, kw_only=True):
 
     @property
     def top(self) -> int:
-        """Number of most likely tokens in the place of each token."""
+        """Number of most likely tokens to return at each position."""
         return 0
 
     @property
@@ -145,7 +144,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
 
     @property
     def top(self) -> int:
-        """Number of most likely tokens in the place of each token."""
+        """Number of most likely tokens to return at each position."""
         return self.top_logprobs or 0
 
 
@@ -171,7 +170,7 @@ class TextRequest(CompletionRequest, kw_only=True):
 
     @property
     def top(self) -> int:
-        """Number of most likely tokens in the place of each token."""
+        """Number of most likely tokens to return at each position."""
         return self.logprobs or 0
 
     @property
@@ -181,7 +180,7 @@ class TextRequest(CompletionRequest, kw_only=True):
 
 
 class TokenSampling(SamplingRequest, kw_only=True):
-    """Parameters of sampling; a session's own sampling wins."""
+    """Sampling parameters; those of the session take precedence."""
 
     max_tokens: int | None = 16
     n: Literal[1] = 1
@@ -189,7 +188,7 @@ class TokenSampling(SamplingRequest, kw_only=True):
 
 
 class TokensRequest(ModelRequest, kw_only=True):
-    """Body of `POST /inference/v1/generate`, for agents that render by themselves."""
+    """Body of `POST /inference/v1/generate`, for agents that render prompts themselves."""
 
     token_ids: list[int]
     sampling_params: TokenSampling
@@ -220,14 +219,14 @@ def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
 
 
 def example(model: str, *, chats: bool) -> tuple[str, str]:
-    """Path and body of a request that a model can answer; a model without a chat template continues texts."""
+    """Path and body of an example request: a chat, or a text completion for a model without a chat template."""
     if chats:
         return "/v1/chat/completions", json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}]})
     return "/v1/completions", json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 64})
 
 
 def _choice(asked: str | ChosenTool | None) -> tuple[str, str]:
-    """Word of a tool choice, and the one tool that it names. Raises `Refusal`."""
+    """Mode of a tool choice, and the one tool that it names. Raises `Refusal`."""
     if not isinstance(asked, ChosenTool):
         return asked or "auto", ""
     if asked.type != "function" or asked.function is None:
@@ -236,13 +235,13 @@ def _choice(asked: str | ChosenTool | None) -> tuple[str, str]:
 
 
 def continued(spoken: Conversation) -> Conversation:
-    """Conversation whose last message, if it is an answer's text, is the beginning of the next answer."""
+    """Conversation in which a final assistant's text is the beginning of the next answer."""
     messages, begun = begun_by(spoken.messages)
     return Conversation(messages, spoken.tools, spoken.template, begun)
 
 
 def each_text(body: TextRequest) -> Sequence[TextRequest]:
-    """Requests of one prompt each, of a request of several. Raises `Refusal`."""
+    """Splits a request into one per prompt. Raises `Refusal`."""
     given: list[str | int | list[int]] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if given and isinstance(given[0], int):
         return (body,)
@@ -290,7 +289,7 @@ def _message(where: str, message: ChatMessage) -> Message:
 
 
 def _template_text(arguments: dict[str, object]) -> str:
-    """Template arguments as JSON; only arguments that change nothing but the thinking are allowed."""
+    """Template arguments as JSON; only those that control thinking are allowed. Raises `Refusal`."""
     for name, value in arguments.items():
         if name not in TEMPLATE_ARGUMENTS or not isinstance(value, bool | str):
             raise Refusal("chat_template_kwargs", f"a flag or word for {', '.join(TEMPLATE_ARGUMENTS)}", name)

@@ -5,14 +5,14 @@ from starlette.requests import Request
 from shoal.net.client import RETRY_HEADER
 
 SESSION = "/s/"
-"""Beginning of the paths of a session."""
+"""Path prefix of sessions."""
 
 
 def has_left(http: Request) -> bool:
     """Whether the server knows by now that the client of a fully read request has disconnected.
 
-    The function asks once and does not wait. Starlette's own `is_disconnected` begins to wait and cancels that, which
-    takes two more rounds of the event loop, behind all other requests.
+    It polls once and does not wait. Starlette's `is_disconnected` starts a wait and cancels it, which takes two more
+    iterations of the event loop, behind all other requests.
     """
     receiving = http.receive().__await__()
     try:
@@ -36,7 +36,7 @@ def api_key(http: Request) -> str:
 
 
 def shown_path(path: str) -> str:
-    """Path for the log: a session's key is in its path."""
+    """Path for the log, with the session's key shortened."""
     if not path.startswith(SESSION):
         return path
     key, slash, rest = path.removeprefix(SESSION).partition("/")

@@ -99,7 +99,7 @@ class CompletionStream:
         yield self._chunk(index, {**last, **_end(reply), "logprobs": self._news(index)}, **reply.prompt_fields)
 
     def end(self) -> Iterator[bytes]:
-        """Token counts, if the client asked for them, and the mark of the end."""
+        """Token counts, if the client asked for them, and the end mark."""
         options = self._replies[0].request.stream_options
         if options and options.include_usage:
             yield event_bytes({**self._head, "choices": [], "usage": usage(self._replies)})
@@ -139,7 +139,7 @@ def usage(replies: Sequence[Reply[R]]) -> Body:
 
 
 def _logprobs(reply: Reply[C], form: Callable[[Reply[C], int, int], Body], start: int = 0) -> Json:
-    """Logprobs from an index on, if the client asked for them; a stop text has none."""
+    """Logprobs from index `start` on, if the client asked for them; those of a stop text are left out."""
     stop = len(reply.token_ids) - reply.answering.hidden
     return form(reply, start, stop) if reply.request.wants_logprobs else None
 
@@ -189,7 +189,7 @@ def text_logprobs(reply: Reply[C], start: int, stop: int) -> Body:
 
 
 def _likely(spell: Callable[[int], str], one: ServedToken) -> Json:
-    """Most likely tokens by text, with the token itself; of equal texts the likelier counts."""
+    """Logprobs of the most likely tokens and of the token itself, by text; for equal texts the likelier wins."""
     found: dict[str, Json] = {}
     for token, logprob in (*one.top, (one.id, one.logprob)):
         found.setdefault(spell(token), logprob)

@@ -1,4 +1,4 @@
-"""Conversations of requests, and the hashes by which equal ones are found without tokenising. Pure."""
+"""Conversations of requests, and hashes that find equal ones without tokenising. Pure."""
 
 import json
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ class Conversation:
     """Conversation of a request: messages, and the other inputs of the template."""
 
     messages: tuple[Message, ...]
-    tools: str = ""  # JSON array; empty when there are none
-    template: str = ""  # JSON object of further template arguments; empty when there are none
+    tools: str = ""  # JSON array; empty without tools
+    template: str = ""  # JSON object of further template arguments; empty without any
     begun: str = ""
-    """Beginning of the answer as the client wrote it; the answer goes on from there."""
+    """Beginning of the answer as the client wrote it; the model continues it."""
 
     @property
     def answered(self) -> "Conversation":
-        """Conversation that ends in the beginning of the answer."""
+        """Conversation with the beginning of the answer as its last message."""
         return Conversation((*self.messages, Message(Role.ASSISTANT, self.begun)), self.tools, self.template)
 
 
 def chain(conversation: Conversation) -> list[bytes]:
-    """Hashes of the first i messages, for every i; tools and template arguments come before the first."""
+    """Hashes of all prefixes of the messages; the first covers only tools and template arguments."""
     hashes = [_hash(conversation.tools.encode(), conversation.template.encode())]
     for message in conversation.messages:
         hashes.append(link(hashes[-1], message))
@@ -39,14 +39,14 @@ def minted_id(session: str, generation_id: int, index: int) -> str:
 
 
 def link(before: bytes, message: Message) -> bytes:
-    """Hash of a conversation that goes on with a message."""
+    """Hash of a conversation extended by a message."""
     return _hash(before, message.role.value.encode(), *_view(message))
 
 
 def _view(message: Message) -> tuple[bytes, ...]:
-    """Parts in which two equal messages must agree: all, but for an assistant only the parts that clients leave alone.
+    """Parts in which equal messages must agree: all, but for an assistant only the parts that clients leave unchanged.
 
-    Clients strip answers, reformat arguments, replace ids and drop reasoning; none of these edits changes the sampled
+    Clients strip answers, reformat arguments, replace ids and drop reasoning. These edits do not change the sampled
     tokens.
     """
     if message.role is not Role.ASSISTANT:
@@ -63,5 +63,5 @@ def _arguments(call: ToolCall) -> bytes:
 
 
 def _hash(*parts: bytes) -> bytes:
-    """Hash of the parts and their ends."""
+    """Hash of the length-prefixed parts."""
     return blake2b(b"".join([b"%d:%b" % (len(part), part) for part in parts]), digest_size=16).digest()

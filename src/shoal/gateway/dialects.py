@@ -1,4 +1,4 @@
-"""Dialects: each API of the gateway turns its requests into one inner form, and generations into its answer."""
+"""Dialects: each API turns its requests into `AnswerRequest`s, and generations into its answers."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 Body: TypeAlias = dict[str, Json]
 MOST_STOPS = 16
 MOST_MESSAGES = 8192
-"""Messages, blocks or tools of one request: rendering more of them takes seconds, however short they are."""
+"""Messages, blocks or tools of one request: rendering more of them takes seconds, even if they are short."""
 
 
 class StreamOptions(msgspec.Struct):
-    """Stream options; see OpenAI's reference."""
+    """See `stream_options` in OpenAI's reference."""
 
     include_usage: bool | None = False
 
@@ -56,7 +56,7 @@ R = TypeVar("R", bound=ModelRequest)
 
 @dataclass(frozen=True, slots=True)
 class Reply(Generic[R]):
-    """Answer to a request, as far as it is sampled."""
+    """Answer to a request, complete or partial."""
 
     request: R
     answering: "Answering"
@@ -80,7 +80,7 @@ class Reply(Generic[R]):
 
     @property
     def message(self) -> Message:
-        """Answer as the client receives it, without the beginning that it gave itself."""
+        """Answer as the client receives it, without the beginning that the client sent."""
         return self.answering.message
 
     @property
@@ -105,7 +105,7 @@ class Reply(Generic[R]):
 
     @property
     def flags(self) -> Body:
-        """`ill_formed`, for an answer with a tool call that is not well-formed."""
+        """`ill_formed`, for an answer with a malformed tool call."""
         return {"ill_formed": True} if self.answering.generation and self.answering.generation.ill_formed else {}
 
     @property
@@ -136,13 +136,13 @@ class Reply(Generic[R]):
 
 
 class StreamForm(Protocol):
-    """Form in which a stream shows the answers to one request."""
+    """Encodes the answers to one request as a stream."""
 
     def opening(self) -> Iterator[bytes]:
         """Events before the first text."""
 
     def news(self, index: int) -> Iterator[bytes]:
-        """Events with what an answer has more than before, and with its end."""
+        """Events with the new part of an answer, and with its end."""
 
     def end(self) -> Iterator[bytes]:
         """Events after the end of all answers."""
@@ -158,11 +158,11 @@ def _alone(request: R) -> Sequence[R]:
 
 @dataclass(frozen=True, slots=True)
 class Dialect(Generic[R]):
-    """One API: its requests, and the functions from and to the inner form."""
+    """One API: its requests, and the functions to and from the inner form."""
 
     kind: type[R]
     ask: "Callable[[R, TokenTree], AnswerRequest]"
-    """Turns a request, in a session with this token tree, into the inner form. Raises `Refusal`."""
+    """Turns a request to the session of a token tree into the inner form. Raises `Refusal`."""
     body: Callable[[Sequence[Reply[R]]], Body]
     stream: Callable[[Sequence[Reply[R]]], StreamForm] = _no_stream
     unserved: Fields = field(default_factory=dict)
@@ -170,16 +170,15 @@ class Dialect(Generic[R]):
     untrained: Fields = field(default_factory=lambda: UNTRAINED)
     """Fields that trained sessions refuse."""
     named: bool = False
-    """Whether events carry their type as name."""
+    """Whether events carry their type as their name."""
     each: Callable[[R], Sequence[R]] = _alone
-    """Requests of one prompt each, of a request of several. Raises `Refusal`."""
+    """Splits a request into one per prompt. Raises `Refusal`."""
 
     def request(self, data: bytes, *, is_trained: bool) -> R:
-        """Request of a body. Raises `SessionError` or `Refused`, naming the field.
+        """Parses a body. Raises `SessionError` or `Refused`, naming the field.
 
-        A trained session refuses fields that would make its logprobs wrong, and ignores unknown ones: an agent's
-        library may send more than is known here. Another session has no unknown ones: a typing error must not go
-        unseen.
+        A trained session refuses fields that would make its logprobs wrong. It ignores unknown fields, because an
+        agent's library may send more of them. Other sessions refuse unknown fields, so that typos are noticed.
         """
         unserved = {**OTHER_SERVERS, **(self.untrained if is_trained else {}), **self.unserved}
         return converted(fields_of(data, self.kind, unserved, strict=not is_trained), self.kind)
@@ -224,7 +223,7 @@ def event_bytes(event: Body, *, named: bool = False) -> bytes:
 
 
 def check_count(field: str, count: int) -> None:
-    """Raises `Refusal` for a list that is too long to be read."""
+    """Raises `Refusal` for a list of more than `MOST_MESSAGES` entries."""
     if count > MOST_MESSAGES:
         raise Refusal(field, f"at most {MOST_MESSAGES} entries", count, "leave out older ones")
 
@@ -256,9 +255,9 @@ def tool_names(tools: Sequence[object] | None) -> tuple[str, ...]:
 
 
 def wanted_calls(field: str, choice: str, named: str, tools: Sequence[object] | None) -> tuple[str, ...]:
-    """Names of the tools of which the answer must call one; none where it may do without. Raises `Refusal`.
+    """Names of the tools, one of which the answer must call; empty where a call is optional. Raises `Refusal`.
 
-    `choice` is a word of OpenAI's; `named` is the only tool to call.
+    `choice` is OpenAI's `tool_choice`; `named` is the only tool to call.
     """
     names = tool_names(tools)
     if choice not in ("auto", "none", "required"):
@@ -271,7 +270,7 @@ def wanted_calls(field: str, choice: str, named: str, tools: Sequence[object] | 
 
 
 def begun_by(messages: Sequence[Message]) -> tuple[tuple[Message, ...], str]:
-    """Messages before an answer that the client has begun, and its beginning; empty where there is none."""
+    """Messages before an answer that the client has begun, and that beginning, which may be empty."""
     *before, last = messages
     if last.role is Role.ASSISTANT and last.content and not last.tool_calls:
         return tuple(before), last.content

@@ -1,4 +1,4 @@
-"""Streams of named events, as those of OpenAI's responses and Anthropic's messages."""
+"""Streams of named events for OpenAI's responses and Anthropic's messages."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import takewhile
@@ -9,19 +9,19 @@ from shoal.gateway.dialects import Body, R, Reply, event_bytes
 OPENING = ("message_start", "response.created", "response.in_progress")
 """Types of the events before an answer's first text."""
 DELTAS = ("text", "thinking", "partial_json")
-"""Names of the texts that grow in Anthropic's deltas."""
+"""Text fields of Anthropic's deltas."""
 
 
 class EventStream(Generic[R]):
-    """Named events of one answer: those of the whole answer, whose deltas come in pieces. Implements `StreamForm`.
+    """Named events of one answer, with deltas in pieces. Implements `StreamForm`.
 
-    The events of an answer so far are those of the whole one up to its newest delta, since its text only grows.
+    An answer's text only grows, so that up to the newest delta its events equal those of the complete answer.
     """
 
     def __init__(
         self, replies: Sequence[Reply[R]], events: Callable[[Reply[R]], Iterable[Body]], numbered: bool = False
     ) -> None:
-        """`events` are those of an answer that ends where it is now; a stream is `numbered` where its API wants it."""
+        """`events` gives the events of an answer as if it ended now; `numbered` adds sequence numbers."""
         (self._reply,), self._events, self._is_numbered = replies, events, numbered
         self._sent = 0  # events sent whole
         self._shown = 0  # characters sent of the next one, a delta
@@ -49,11 +49,11 @@ class EventStream(Generic[R]):
             self._sent, self._shown = newest, len(_delta_text(events[newest]) or "")
 
     def end(self) -> Iterator[bytes]:
-        """Nothing: the last event is the mark of the end."""
+        """Nothing: the last event marks the end."""
         return iter(())
 
     def _numbered(self, event: Body) -> bytes:
-        """Event as bytes; deltas in pieces make more events than the whole answer has."""
+        """Event as bytes, numbered only here because pieces of deltas add events."""
         if self._is_numbered:
             event = {**event, "sequence_number": self._number}
         self._number += 1
@@ -61,7 +61,7 @@ class EventStream(Generic[R]):
 
 
 def _delta_text(event: Body) -> str | None:
-    """Text that grows in an event; None in events that come whole."""
+    """Text of a delta; None for other events."""
     delta = event.get("delta")
     if isinstance(delta, dict):
         delta = next((delta[name] for name in DELTAS if name in delta), None)

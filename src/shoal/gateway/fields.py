@@ -1,4 +1,4 @@
-"""Fields of a request: which are served, which change no answer here, and which are refused, with the way around."""
+"""Fields of a request: those that are served, those without effect here, and those refused, with a workaround."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ MOST_ENTRIES = 8192
 MOST_TOKENS = 1 << 18
 """Entries of a list of token ids, which cost less; also commas of a body."""
 MOST_OPENED = 1 << 17
-"""Lists and objects of a body: more of them, however short, take the interpreter seconds."""
+"""Lists and objects of a body: decoding more of them takes seconds, even if they are short."""
 SHOWN_CHARACTERS = 200
 """Characters of a refused value that an error shows."""
 
@@ -33,14 +33,14 @@ class Refusal(SessionError):
 
 @dataclass(frozen=True, slots=True)
 class Unserved:
-    """Field that is not served, but for the values that change nothing."""
+    """A field that is refused, except for values without effect."""
 
     remedy: str
-    """The way around, as an imperative."""
+    """Workaround, as an imperative."""
     values: Sequence[object] = ()
 
     def check(self, name: str, value: object) -> None:
-        """Raises `Refusal` for a value that would change something."""
+        """Raises `Refusal` for a value that would have an effect."""
         if value is not None and value not in self.values:
             raise Refusal(name, f"none or {self.values[-1]!r}" if self.values else "none", value, self.remedy)
 
@@ -60,7 +60,7 @@ OTHER_SERVERS: Fields = {
         ("ignore_eos", "use_beam_search", "include_stop_str_in_output"), Unserved("leave it out", (False,))
     ),
 }
-"""Sampling parameters of vLLM and its like."""
+"""Sampling parameters of vLLM and similar servers."""
 UNTRAINED: Fields = dict.fromkeys(
     ("presence_penalty", "frequency_penalty"),
     Unserved("a session trains on what it samples, and a penalty would change it; leave it out", (0,)),
@@ -84,7 +84,7 @@ HARMLESS: Mapping[str, str] = {
     "verbosity": "the model knows no such setting",
     "add_generation_prompt": "continue_final_message decides it",
 }
-"""Fields that change no answer here, with the reason."""
+"""Fields without effect here, with the reason."""
 
 
 def fields_of(data: bytes, kind: type[msgspec.Struct], unserved: Fields, *, strict: bool) -> dict[str, object]:
@@ -109,7 +109,7 @@ def fields_of(data: bytes, kind: type[msgspec.Struct], unserved: Fields, *, stri
 
 
 def check_size(name: str, value: object) -> None:
-    """Raises `Refusal` for a list or an object of too many entries, before anything is built of them."""
+    """Raises `Refusal` for a list or an object with too many entries, before it is converted."""
     if not isinstance(value, list | dict):
         return
     is_tokens = isinstance(value, list) and bool(value) and isinstance(value[0], int)
@@ -139,7 +139,7 @@ def converted(fields: Mapping[str, object], kind: type[K]) -> K:
 
 
 def unicode(where: str, text: str) -> str:
-    """Text, if it can be encoded. Raises `Refusal`."""
+    """The text, checked for lone surrogates. Raises `Refusal`."""
     try:
         text.encode()
     except UnicodeEncodeError:

@@ -1,6 +1,6 @@
 """Grammars of answers: a JSON Schema, or calls of tools in the form of the model's template. Pure.
 
-The text is in llguidance's Lark syntax. A thought before the answer is free.
+The text is in llguidance's Lark syntax. A thought before the answer is unconstrained.
 """
 
 import json
@@ -23,7 +23,7 @@ def answer_grammar(
 ) -> str:
     """Grammar of an answer that satisfies a schema or calls one of the `wanted` tools; empty for any answer.
 
-    Raises `SessionError` for calls in a form that has no grammar.
+    Raises `SessionError` for a call format without a grammar.
     """
     if not schema and not wanted:
         return ""
@@ -51,7 +51,7 @@ def _mark(renderer: "ChatRenderer", text: str) -> str:
 
 
 def _calls(renderer: "ChatRenderer", wanted: Sequence[str], tools: str, one_call: bool) -> list[str]:
-    """Rules of an answer of calls."""
+    """Rules of an answer that consists of calls."""
     functions = [tool["function"] for tool in json.loads(tools) if tool["function"]["name"] in wanted]
     listed = renderer.call_format is CallFormat.LISTED
     many = "" if one_call else ' (", " call)*' if listed and not renderer.names_calls else " (SPACE call)*"

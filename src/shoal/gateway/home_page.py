@@ -1,4 +1,4 @@
-"""Page of a model server: what is served, how to ask it, and a box to talk with the model."""
+"""Home page of a model server: the model, an example request, and a chat box."""
 
 from html import escape
 from importlib.resources import files
@@ -14,7 +14,7 @@ _TALK = files("shoal.gateway").joinpath("talk.js").read_bytes()
 
 
 async def home_page(http: Request, *, model: str, longest: int, chats: bool) -> Response:
-    """Page of `model`, which answers in a context of `longest` tokens; without `chats` it continues texts."""
+    """Page of `model` with a context of `longest` tokens; without `chats` the model continues texts."""
     path, body = example(model, chats=chats)
     url = str(http.base_url).rstrip("/")
     values = {"model": model, "url": url, "longest": str(longest), "asked": body, "path": path}

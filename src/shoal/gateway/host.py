@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 STOP_GRACE_S = 1
 UNLIMITED = sys.maxsize
-"""Generations and tokens of a rollout: its deadline bounds them, and any other bound would fail what goes well."""
+"""Generations and tokens of a rollout: only its deadline bounds them."""
 IDLE_FACTOR = 4.0
-"""A session outlives its rollout's deadline by this: rollouts end their sessions, eviction is for lost ones."""
+"""Age limit of a session, in multiples of its rollout's deadline; it catches sessions that no rollout ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostedSession:
     """Implements `interfaces.Model`: a rollout's conversation, with the answers sampled in it.
 
-    Whoever has the key or the URL speaks in this session, and in no other."""
+    The key and the URL give access to this session only."""
 
     session: Session
     gateway: Gateway
@@ -43,7 +43,7 @@ class HostedSession:
     """URL for OpenAI's clients."""
     anthropic_base_url: str
     api_key: str
-    """Opens the session at the gateway's common URL too."""
+    """Gives access to the session at the gateway's common URL too."""
 
     @property
     def tree(self) -> TokenTree:
@@ -78,9 +78,9 @@ class Host:
     async def open(
         cls, engine: Engine, renderer: ChatRenderer, *, max_model_len: int, at: str = "127.0.0.1"
     ) -> "AsyncIterator[Host]":
-        """A host on `engine` until the context is left, at a free port of an address. Raises `ConfigError`.
+        """Context manager: listens at a free port of the address `at`. Raises `ConfigError`.
 
-        Nobody gets in without the URL or key of a session, and only the host opens sessions.
+        Requests need the URL or key of a session, and only the host opens sessions.
         """
         bounds = SessionBounds(idle_s=24 * 3600.0)
         key = secrets.token_urlsafe(24)

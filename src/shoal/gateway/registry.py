@@ -26,7 +26,7 @@ class SampledTurn(msgspec.Struct):
     finish_reason: str
     ill_formed: bool
     parent: int | None = None
-    """Index of the turn whose tokens `prompt_ids` begins with; None where it begins anew."""
+    """Index of the turn whose tokens are a prefix of `prompt_ids`; None for a new root."""
 
 
 class Export(msgspec.Struct):
@@ -49,10 +49,9 @@ class SessionBounds:
 
 
 class Sessions:
-    """Open sessions by the token in their URLs, and the reasons for the last closed ones.
+    """Open sessions by the token in their URLs, and the reasons why the last ones were closed.
 
-    An evicted session takes its sampled tokens with it. A run ends its own sessions long before, and exports their
-    tokens.
+    Eviction discards a session's sampled tokens. A run exports them and ends its sessions long before.
     """
 
     def __init__(self, context: SessionContext, engine: Engine, bounds: SessionBounds) -> None:

@@ -11,20 +11,20 @@ import msgspec
 from shoal.errors import ConfigError
 
 FREE_PATHS = frozenset({"/health", "/metrics"})
-"""Paths that monitors ask all the time; they are not logged."""
+"""Paths that monitors poll; they are not logged."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """One request; the words of prompts and answers are not in it."""
+    """One request, without the text of its prompt and answer."""
 
     method: str
     path: str
     """Without the key of a session."""
     time_s: float = field(default_factory=time.time)
-    """When it came, in seconds since 1970."""
+    """Time of arrival, in seconds since 1970."""
     status: int = 0
-    """HTTP status; 0 when the client left before."""
+    """HTTP status; 0 when the client disconnected first."""
     id: str = ""
     model: str = ""
     prompt_tokens: int = 0
@@ -50,7 +50,7 @@ OnRequest = Callable[[RequestRecord], None]
 
 
 class RequestLog:
-    """Appends records to a file as lines of JSON; the file of an earlier server is continued."""
+    """Appends records to a file as lines of JSON, also to an existing file."""
 
     def __init__(self, path: Path) -> None:
         """Raises `ConfigError` when the file cannot be written."""

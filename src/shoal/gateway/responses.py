@@ -26,7 +26,7 @@ from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
 ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens")
-"""Names of a request's fields that its response repeats."""
+"""Request fields that the response repeats."""
 SPEAKERS = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 
 
@@ -68,13 +68,13 @@ class AnswerFormat(msgspec.Struct):
 
 
 class TextFormat(msgspec.Struct):
-    """Text format; see `text` in OpenAI's reference."""
+    """See `text` in OpenAI's reference."""
 
     format: AnswerFormat | None = None
 
 
 class Reasoning(msgspec.Struct):
-    """Reasoning; see `reasoning` in OpenAI's reference. Summaries do not exist here."""
+    """See `reasoning` in OpenAI's reference; summaries are not served."""
 
     effort: str | None = None
 
@@ -95,7 +95,7 @@ class ResponsesRequest(ModelRequest, kw_only=True):
 
 
 def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
-    """Answer request of a body, after the conversation of the response that it names. Raises `Refusal`.
+    """Answer request of a body, which extends the conversation of `previous_response_id`. Raises `Refusal`.
 
     Instructions replace the system message at the start of that conversation; without instructions it stays.
     """
@@ -126,7 +126,7 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
 
 
 def _chosen(choice: ChosenFunction, offered: Sequence[FunctionTool]) -> tuple[str, str, Sequence[FunctionTool]]:
-    """Word of a choice, the one tool that it names, and the tools that it offers. Raises `Refusal`."""
+    """Mode of a choice, the one tool that it names, and the tools that it offers. Raises `Refusal`."""
     match choice.type:
         case "function":
             return "required", choice.name, offered
@@ -156,7 +156,7 @@ def _offered(i: int, tool: FunctionTool) -> object:
 
 
 def _messages(items: Sequence[Item]) -> list[Message]:
-    """Messages of input items: text and later calls join into one answer; reasoning is ignored and begins an answer."""
+    """Messages of input items: calls join the answer before them; reasoning is ignored, but separates answers."""
     messages: list[Message] = []
     joins = False  # whether a call belongs to the message before it
     for i, item in enumerate(items):
@@ -219,7 +219,7 @@ def _status(reply: Reply[ResponsesRequest]) -> str:
 
 
 def _output(reply: Reply[ResponsesRequest]) -> Iterator[tuple[Body, Body | None]]:
-    """Output items with their part of text: reasoning, text and calls; an empty answer still has a message."""
+    """Reasoning, text and call items, each with its text part or None; an empty answer still has a message."""
     message, name, status = reply.message, reply.id, _status(reply)
     if message.reasoning:
         part: Body = {"type": "reasoning_text", "text": message.reasoning}

@@ -16,36 +16,36 @@ if TYPE_CHECKING:
     from shoal.gateway.answer_request import AnswerRequest, SessionContext
 
 FIRST_PIECE = 64
-"""Tokens of the first piece of an answer that may end before its stop token; each later piece doubles it."""
+"""Tokens of the first piece of an answer that may end before its stop token; each later piece is twice as long."""
 EVERY = 8
-"""Tokens between two searches for the end of such an answer at a model server, unless a stream wants them sooner."""
+"""Tokens between two searches for that end with a model server, when the client does not stream."""
 
 
 @dataclass(eq=False, slots=True)
 class Answering:
-    """One answer to a request: what is sampled so far, and the generation once it is whole."""
+    """One answer to a request: the tokens sampled so far, and the generation once it is complete."""
 
     id: int
     """Id of the generation."""
     prompt_ids: tuple[int, ...]
     text: AnswerText
     news: "asyncio.Queue[Answering]"
-    """Gets the answer whenever it has grown for a stream, and when it has ended."""
+    """Gets the answer each time it grows in a stream, and when it ends."""
     ended: "asyncio.Future[Generation]" = field(init=False)
     generation: Generation | None = None
     token_ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     """Nats."""
     tops: Sequence[tuple[tuple[int, float], ...]] = ()
-    """Most likely tokens in the place of each token, where a model server samples."""
+    """Most likely tokens at each position; from model servers only."""
     scored: tuple[ServedToken, ...] = ()
-    """Tokens of the prompt after its first, where their logprobs are wanted."""
+    """Tokens of the prompt after its first, if their logprobs are requested."""
     hidden: int = 0
-    """Number of the last tokens that are the stop text and have no logprobs in the answer."""
+    """Number of last tokens that spell the stop text; the answer omits their logprobs."""
 
     @property
     def message(self) -> Message:
-        """Answer as the client receives it, without the beginning that it gave itself."""
+        """Answer as the client receives it, without the beginning that the client sent."""
         if self.generation is not None:
             return self.generation.said
         return Message(Role.ASSISTANT, self.text.content, reasoning=self.text.reasoning)
@@ -56,7 +56,7 @@ class Answering:
         return None if self.generation is None else self.generation.completion.finish_reason
 
     def settle(self, generation: Generation) -> Generation:
-        """Sets the whole answer."""
+        """Sets the complete answer."""
         self.generation, sampled = generation, generation.completion
         self.token_ids, self.logprobs = sampled.token_ids, sampled.logprobs
         return generation
@@ -67,7 +67,7 @@ class AnswerSampler(Protocol):
 
     @property
     def is_trained(self) -> bool:
-        """Whether the tokens may be trained: their logprobs are the behaviour's, and clients cannot stop an answer."""
+        """Whether the tokens may be trained: logprobs are those of sampling, and clients cannot stop an answer."""
 
     async def completion(
         self, answering: Answering, ask: "AnswerRequest", sampling: Sampling, session: str
@@ -92,8 +92,8 @@ class TrainedSampler:
     ) -> Completion:
         """Implements `AnswerSampler`.
 
-        Only a reader of the text sees where a stop text ends, so such an answer is sampled in pieces, and the tokens
-        behind its end are dropped. The end depends on tokens before it alone: the kept ones are sampled as ever.
+        Engines do not see text, so an answer with stop texts is sampled in pieces, and the tokens after its end are
+        dropped. The end depends only on the tokens before it, so that the kept ones keep their distribution.
         """
         whole, left = Completion((), (), (), FinishReason.LENGTH), sampling
         text, prompt_ids = answering.text, answering.prompt_ids
@@ -118,7 +118,7 @@ class TrainedSampler:
 
 @dataclass(frozen=True, slots=True)
 class UntrainedSampler:
-    """Implements `AnswerSampler` with a model server: each token may be sent at once, and the logits may have rules.
+    """Implements `AnswerSampler` with a model server: tokens may be streamed, and the logits may have rules.
 
     Logprobs are those of the model itself; its weights are Version 0. A client that disconnects ends its answer.
     """
@@ -166,7 +166,7 @@ def _check_whole(reason: FinishReason | None) -> None:
 
 
 def _cut(whole: Completion, size: int, prompt: int) -> Completion:
-    """First tokens of a completion of a prompt of so many tokens; they end in a stop text."""
+    """First `size` tokens of a completion, which end in a stop text; `prompt` is the number of prompt tokens."""
     experts = len(whole.routing) // max(1, prompt + len(whole.token_ids) - 1)
     return Completion(
         whole.token_ids[:size],

@@ -77,18 +77,18 @@ class Gateway:
     """Most tokens, prompt and answer together, that the engine takes."""
     model: str = "shoal"
     also_called: Collection[str] = ()
-    """Further names by which a session that is not trained may call the model."""
+    """Aliases of the model in untrained sessions."""
     model_server: ModelServer | None = None
-    """Engine of the sessions that are not trained, one for each request without a session; None answers those 401."""
+    """Answers requests without a session, each in an untrained session; with None they get status 401."""
     on_request: Callable[[RequestRecord], None] | None = None
     """Gets each request once it is answered."""
     admin_key: str = ""
-    """Key that a request must send to open sessions, read metrics, or ask without a session; empty for no key."""
+    """Key required to open sessions, read metrics, or ask without a session; empty requires none."""
     bounds: SessionBounds = field(default_factory=SessionBounds)
     max_body_bytes: int = MAX_BODY_BYTES
     keep_alive_s: float = KEEP_ALIVE_S
     host: str = ""
-    """Address on which the user has the gateway listen."""
+    """Address that the gateway listens on, as the user set it."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -98,7 +98,7 @@ class Gateway:
         self._started_s = time.time()
         of_pages: dict[str, tuple[str, Endpoint]] = {}
         if self.model_server is not None:
-            from shoal.gateway import home_page  # the gateway of a training run has no use for it
+            from shoal.gateway import home_page  # training runs do not need it
 
             chats, longest = self.renderer.has_template, self.max_model_len
             page = partial(home_page.home_page, model=self.model, longest=longest, chats=chats)
@@ -122,7 +122,7 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def lifetime(self) -> AsyncIterator[None]:
-        """Evicts idle sessions until the block ends, then cancels all work under way. A server of `app` enters it."""
+        """Lifespan of `app`: evicts idle sessions, and cancels all work under way at the end."""
         evicting = asyncio.create_task(self._evicting(), name="eviction of sessions")
         yield
         under_way = [evicting, *self.sessions.context.tasks]
@@ -199,7 +199,7 @@ class Gateway:
         record.id, record.prompt_tokens = replies[0].id, sum(len(one.prompt_ids) for one in answers[:: request.choices])
         if request.stream:
             events = self._events(http, dialect, replies, news)
-            first = await anext(events, b"")  # an error before the first event has a status of its own
+            first = await anext(events, b"")  # an error before the first event sets the HTTP status
             return StreamingResponse(_after(first, events), media_type="text/event-stream")
         try:
             await _whole(http, session, answers)
@@ -214,7 +214,7 @@ class Gateway:
     async def _read(
         self, dialect: Dialect[R], http: Request, data: bytes, session: Session
     ) -> tuple[R, Sequence[AnswerRequest]]:
-        """Request of a body, and its prompts, read beside the event loop if they are long. Raises `SessionError`."""
+        """Parses a body into its request and prompts; long bodies are parsed in a thread. Raises `SessionError`."""
 
         def read() -> tuple[R, Sequence[AnswerRequest]]:
             if not session.is_trained:
@@ -231,7 +231,7 @@ class Gateway:
     async def _events(
         self, http: Request, dialect: Dialect[R], replies: Sequence[Reply[R]], news: "asyncio.Queue[Answering]"
     ) -> AsyncGenerator[bytes, None]:
-        """Events of a stream, with comments while nothing comes; a late error becomes an event."""
+        """Events of a stream, with keep-alive comments; an error after the first byte becomes an event."""
         form, record, began_s = dialect.stream(replies), http.scope["shoal.record"], self.clock()
         running, has_begun, is_open = {reply.answering: reply for reply in replies}, False, False
         try:
@@ -325,7 +325,7 @@ class Gateway:
         return self._check_name(decoded(data, _Named).model or self.model)
 
     def _check_name(self, asked: str) -> str:
-        """The name, if the model has it. Raises `ModelNotFound`."""
+        """Checks that a name is one of the model's. Raises `ModelNotFound`."""
         if asked != self.model and asked not in self.also_called:
             raise ModelNotFound(f"model: expected {self.model!r}, got {asked!r}; GET /v1/models lists what is served")
         return asked
@@ -354,7 +354,7 @@ class Gateway:
 async def _whole(http: Request, session: Session, answers: Sequence[Answering]) -> None:
     """Waits for the end of all answers. Raises a `ShoalError`.
 
-    Raises `ClientDisconnect` where the client of a session that is not trained has left.
+    Raises `ClientDisconnect` when the client of an untrained session disconnects.
     """
     whole = asyncio.gather(*(asyncio.shield(one.ended) for one in answers))
     if session.is_trained:
@@ -373,7 +373,7 @@ async def _whole(http: Request, session: Session, answers: Sequence[Answering]) 
 
 
 def _note(record: RequestRecord, replies: Sequence[Reply[R]]) -> None:
-    """Notes in the log what was answered."""
+    """Records token counts and finish reasons."""
     record.completion_tokens = sum(len(reply.token_ids) for reply in replies)
     record.finish = ",".join(sorted({reply.finish_reason or "unfinished" for reply in replies}))
 

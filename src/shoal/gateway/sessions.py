@@ -37,19 +37,19 @@ class OpenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of `POST /v1/sessions`."""
 
     sampling: Sampling | None = None
-    """Sampling parameters that win over a client's, except that the client may ask for fewer tokens."""
+    """Overrides the client's sampling parameters; the client may still ask for fewer tokens."""
     limits: SessionLimits = SessionLimits()
     history_policy: HistoryPolicy = HistoryPolicy.PRESERVE
 
 
 DEFAULTS = OpenRequest()
 ONE_REQUEST = OpenRequest(limits=SessionLimits(generations=1 << 20))
-"""Settings of a session that is not trained and has one request, which bounds its answers itself."""
+"""Settings of an untrained session, which has one request; the request bounds its answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """Beginning that all choices of a prompt share."""
+    """State that all choices of a prompt share."""
 
     ask: AnswerRequest
     attachment: Attachment
@@ -63,7 +63,7 @@ class _Opening:
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """Answer that is to be sampled."""
+    """An answer to be sampled."""
 
     answering: Answering
     call: OpenGeneration
@@ -74,8 +74,8 @@ class _Opened:
 class Session:
     """One conversation of one client, with all its branches.
 
-    Invariant: sampled tokens enter the tree before a client sees them, where the session is trained. A client of such a
-    session that disconnects stops nothing: its retry finds the generation under way, or the answer.
+    Invariant: in a trained session, sampled tokens enter the tree before the client sees them. A disconnect stops
+    nothing there: the client's retry finds the generation under way, or the answer.
     """
 
     def __init__(self, context: SessionContext, asked: OpenRequest, sampler: AnswerSampler) -> None:
@@ -83,7 +83,7 @@ class Session:
         self.tree = TokenTree(asked.history_policy, secrets.token_hex(8))
         self.context = context
         self.ended = ""
-        """Reason why the session answers no more; empty while it answers."""
+        """Why the session ended; empty while it is open."""
         self.tokens_held = 0
         self.used_s = context.clock()
         """Time of the last request or answer."""
@@ -110,7 +110,7 @@ class Session:
         return await asyncio.shield(answering.ended)
 
     async def answers(self, asks: Sequence[AnswerRequest], news: "asyncio.Queue[Answering]") -> list[Answering]:
-        """Begins the answers to the prompts of one request, or finds those to an equal earlier one.
+        """Begins the answers to the prompts of one request, or finds those of an equal earlier request.
 
         All prompts are rendered and checked before the first token is sampled. `news` gets an answer when it has grown
         or ended. Raises a `ShoalError`.
@@ -135,7 +135,7 @@ class Session:
         return answers
 
     async def leave(self, answers: Sequence[Answering]) -> None:
-        """Ends answers whose client has disconnected, or has all of them, where the session is not trained."""
+        """Ends answers of an untrained session once its client has disconnected or received all of them."""
         if not self.is_trained:
             for answering in answers:
                 answering.ended.cancel()
@@ -143,7 +143,7 @@ class Session:
 
     async def end(self, reason: str = ENDED) -> None:
         """Refuses new requests and waits for those under way."""
-        async with self._lock:  # a request that is being rendered begins first
+        async with self._lock:  # waits for a request that is being rendered
             self.ended = self.ended or reason
         await asyncio.gather(*(one.ended for one in self._generating.values()), return_exceptions=True)
 
@@ -159,7 +159,7 @@ class Session:
     async def _open(
         self, ask: AnswerRequest, answers: list[Answering], opened: list[_Opened], news: "asyncio.Queue[Answering]"
     ) -> None:
-        """Adds the answers to a prompt to `answers`, and those that an earlier request has not begun to `opened`."""
+        """Adds the answers to a prompt to `answers`, and those still to be sampled also to `opened`."""
         opening: _Opening | None = None
         for choice in range(ask.choices):
             digest = ask.digest and f"{ask.digest}{len(answers) or ''}"
@@ -168,7 +168,7 @@ class Session:
                 self.context.counted["replays"] += 1
                 answers.append(self._found(found, ask, news))
                 continue
-            self._check_limits()  # tokens sampled before the limit can still be asked for again
+            self._check_limits()  # after the replays: earlier answers can still be fetched again
             opening = opening or await self._opening(ask)
             call = self.tree.open(opening.attachment, opening.rendered, digest)
             self.context.check_fits("messages", len(call.prompt_ids))
@@ -191,7 +191,7 @@ class Session:
         """Renders a prompt."""
         if ask.prompt is None:
             attachment, rendered = await self._rendered(ask.conversation)
-        else:  # a conversation of its own names it, once it is known to fit
+        else:  # a placeholder conversation identifies it, once it is known to fit
             rendered = await self.context.prompt_ids(ask.prompt)
             named = Conversation((Message(Role.USER, repr(rendered)),), template="tokens")
             attachment = self.tree.attach(named)
@@ -201,7 +201,7 @@ class Session:
         return _Opening(ask, attachment, rendered, self.context.grammar(ask), written, before)
 
     async def _rendered(self, conversation: Conversation) -> tuple[Attachment, Sequence[int]]:
-        """Place where a conversation goes on, and the tokens from there to the answer."""
+        """Where a conversation continues in the tree, and the tokens from there to the answer."""
         attachment = self.tree.attach(conversation)
         rendered = await self.context.bridge(attachment) if attachment.cause is None else None
         if rendered is None:

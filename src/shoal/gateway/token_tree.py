@@ -1,8 +1,8 @@
 """Token tree of one conversation: for each answer, the engine's context and the tokens sampled from there. Pure.
 
 A client sends messages; an engine needs tokens. Rendering the whole conversation again for each request would
-re-tokenise sampled answers. Training would then reinforce tokens that the policy never chose. The tree finds how much
-of a request is a conversation whose tokens it has, and only the rest is rendered:
+re-tokenise sampled answers. Training would then reinforce tokens that the policy never chose. The tree finds the
+longest prefix of a request whose tokens it has, and only the rest is rendered:
 
     attachment = tree.attach(conversation)          which generation is extended, and by which messages
     rendered   = bridge or full rendering           the caller's, in a thread: see `shoal.model.chat_template`
@@ -87,7 +87,7 @@ class Generation:
     completion: Completion
     tail: tuple[Message, ...]
     message: Message
-    """Whole answer, with what it continues or what the client began it with."""
+    """Whole answer, including the earlier part or the client's beginning that it continues."""
     said: Message
     """Answer as the client received it."""
     continues: bool
@@ -106,7 +106,7 @@ class TokenTree:
     """
 
     def __init__(self, policy: HistoryPolicy = HistoryPolicy.PRESERVE, name: str = "") -> None:
-        """`name` begins the ids of its answers, and is no secret."""
+        """`name` is the prefix of its answers' ids, and not a secret."""
         self.policy = policy
         self.name = name
         self.truncated = False
@@ -128,7 +128,7 @@ class TokenTree:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the newest answer ended at a limit of tokens."""
+        """Whether the newest answer ended at a token limit."""
         newest = self._generations[max(self._generations)] if self._generations else None
         return newest is not None and newest.completion.finish_reason is FinishReason.LENGTH
 
@@ -237,7 +237,7 @@ class TokenTree:
         return self._path_ids(generation.parent) + generation.rendered_ids
 
     def exported(self) -> list[Generation]:
-        """Generations depth first, without undelivered duplicates: a row goes on turn by turn and ends at a leaf."""
+        """Generations depth first, without undelivered duplicates: a row continues turn by turn and ends at a leaf."""
         result: list[Generation] = []
         pending = list(reversed(self._children[None]))
         while pending:
@@ -251,7 +251,7 @@ class TokenTree:
         """Turns of a `Rollout`, in the order in which they began.
 
         `trainer.advantage.rows` makes one row of each leaf; a shared generation trains only in the first of its leaves.
-        A conversation rendered anew goes on from the generation whose path its prompt begins with, if there is one.
+        A re-rendered conversation continues the generation whose path is a prefix of its prompt, if any.
         """
         sampled = sorted(self.exported(), key=lambda generation: generation.id)
         index = {generation.id: i for i, generation in enumerate(sampled)}
@@ -294,7 +294,7 @@ class TokenTree:
         return attachment
 
     def begun_tokens(self, attachment: Attachment) -> int:
-        """Number of tokens of the answers that a continuation belongs to, up to where it goes on."""
+        """Number of sampled tokens of the truncated answer that an attachment continues, over all its parts."""
         found, at = 0, attachment.parent if attachment.continues else None
         while at is not None:
             one = self._generations[at]
@@ -308,7 +308,7 @@ class TokenTree:
         return any(self._generations[one].completion.finish_reason is not FinishReason.STOP for one in ids)
 
     def _twin(self, ids: list[int], messages: Sequence[Message]) -> int:
-        """Generation, of several with equal conversations, that the client holds.
+        """The generation that the client holds, among several with equal conversations.
 
         The tool-call ids decide, or else the newest delivered generation wins.
         """
@@ -332,7 +332,7 @@ class TokenTree:
             self._by_hash.setdefault(key, []).append(generation.id)
 
     def _begun(self, prompt: tuple[int, ...], among: Set[int]) -> tuple[int | None, int]:
-        """Generation with the longest path that a prompt begins with, and the number of tokens of that path."""
+        """Generation whose path is the longest prefix of a prompt, and the number of tokens of that path."""
         found, known = None, 0
         pending = [(root, 0) for root in reversed(self._children[None])]
         while pending:

@@ -15,11 +15,11 @@ TIMEOUT_S = 3600.0
 """Seconds for one answer, queueing included; callers with less patience cancel."""
 FIRST_PAUSE_S = 0.5
 REFUSED_FOR_NOW = frozenset({408, 409, 425, 429})
-"""HTTP 4xx statuses worth a retry; other refusals would repeat."""
+"""HTTP 4xx statuses that are retried; the others are permanent."""
 
 
 class ChatRefused(RequestRefused):
-    """Refusal by the server, with its error code where it gave one."""
+    """Refusal by the server, with the server's error code, if any."""
 
     def __init__(self, text: str, code: str = "") -> None:
         super().__init__(text)
@@ -130,7 +130,7 @@ async def completion(
     """Requests a chat completion and returns its first choice.
 
     `url` is up to and including /v1; each pause is twice as long as the one before it. Raises `ChatRefused` for a
-    refusal that would repeat, and `EngineUnavailable` when no try got an answer.
+    permanent refusal, and `EngineUnavailable` when no try got an answer.
     """
     retry = Retry(tries, pause_s, timeouts=True, statuses=lambda status: status >= 500 or status in REFUSED_FOR_NOW)
     status, body = await exchange(

@@ -20,9 +20,9 @@ MOST_ANSWER_BYTES = 1 << 30
 LONGEST_PAUSE_S = 30.0
 LONGEST_WORDS = 400
 RETRY_HEADER = "x-stainless-retry-count"
-"""Header of OpenAI's retries: a session returns the answer that it has when only the reply was lost."""
+"""Header of OpenAI's retries: when only the reply was lost, a session returns the existing answer."""
 LEASE_S = 5.0
-"""Seconds of silence after which a run and its role close their connection: both answer pings."""
+"""Seconds without an answer to pings, after which a run and its role close their connection."""
 TOKEN_VARIABLE = "SHOAL_RUN_TOKEN"
 """Name of the environment variable with the run's token, read by the run and by its roles."""
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
@@ -78,7 +78,7 @@ async def exchange(
     """
     last = None
     for tried in itertools.count(1):
-        if http.closed:  # while this paused, or before it began: whoever it belonged to is no longer asked
+        if http.closed:  # during a pause or before the first try
             raise EngineUnavailable(f"{url} is no longer asked: the client was closed")
         given = {"Content-Type": "application/json", **headers}
         if tried > 1:
@@ -124,7 +124,7 @@ class Client:
         retry: Retry = Retry(),
         refusals: Container[int] = range(400, 500),
     ) -> None:
-        """`timeout_s` bounds the wait for one answer, queueing included; `refusals` are statuses that would repeat."""
+        """`timeout_s` bounds the wait for one answer, queueing included; `refusals` are permanent error statuses."""
         self.url = url.rstrip("/")
         self._headers = authorization(token)
         self._timeout_s = timeout_s
@@ -134,7 +134,7 @@ class Client:
         self._closed = False
 
     async def status(self, method: str, path: str, body: object = None) -> tuple[int, bytes]:
-        """Sends a request and returns status and body, whatever they are.
+        """Sends a request and returns status and body, of errors too.
 
         Raises `EngineUnavailable` without an answer.
         """
@@ -169,7 +169,7 @@ class Client:
         raise EngineUnavailable(message)
 
     async def lines(self, path: str, kind: type[T], body: object) -> AsyncGenerator[T, None]:
-        """Posts `body` and yields each line of the answer as `kind`, as it comes; never tried again.
+        """Posts `body` and yields each line of the answer as `kind`, as it comes; never retried.
 
         Leaving the iterator closes the connection. Raises as `ask` does.
         """
@@ -191,7 +191,7 @@ class Client:
             raise EngineUnavailable(f"no answer from {self.url}: {error or type(error).__name__}") from error
 
     async def post(self, path: str, body: object = None) -> None:
-        """Posts `body` where only success matters, in whatever words. Raises as `ask` does."""
+        """Posts `body` and ignores the answer's body. Raises as `ask` does."""
         await self._answer("POST", path, body)
 
     async def has_route(self, path: str) -> bool:

@@ -1,4 +1,4 @@
-"""A command of the user's as a child process: its output goes to a log, and it ends with this process."""
+"""A user's command as a child process: its output goes to a log, and it ends with this process."""
 
 import asyncio
 import contextlib
@@ -15,7 +15,7 @@ from shoal.net.process import GRACE_S, PARENT, die_with_parent
 
 
 class Command:
-    """A running command, as an async context manager; leaving it ends the command and all that it started."""
+    """A running command, as an async context manager; leaving it ends the command and its process group."""
 
     def __init__(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
         """`env` replaces the environment of this process."""

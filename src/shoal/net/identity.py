@@ -1,6 +1,6 @@
-"""An identity is the Ed25519 key that signs a node's messages. First use makes it, in a file that only its owner reads.
+"""An identity is the Ed25519 key that signs a node's messages. First use creates its file, readable by the owner only.
 
-A peer's id is a hash of its public key: ids need no registry, and nobody can claim another's.
+A peer's id is a hash of its public key: ids need no registry, and no peer can claim another's.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ SIGNATURE_BYTES = 64
 
 
 class Identity:
-    """One private key and the peer id that follows from it."""
+    """One private key and the peer id derived from it."""
 
     __slots__ = ("_key", "peer_id", "public_key")
 
@@ -37,7 +37,7 @@ class Identity:
 
     @classmethod
     def fresh(cls) -> "Identity":
-        """Makes an identity that is written nowhere."""
+        """Makes an identity without a file."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod

@@ -74,21 +74,21 @@ def url_of(listening: socket.socket, tls: TLSFiles | None = None) -> str:
 
 
 def own_address(url: str) -> str:
-    """Address of this machine on its way to a URL. Raises `ConfigError`."""
+    """Address from which this machine reaches a URL. Raises `ConfigError`."""
     parts = urlsplit(url)
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             parts.hostname or "", parts.port or 80, type=socket.SOCK_DGRAM
         )[0]
         with socket.socket(family, kind) as probe:
-            probe.connect(address)  # of a datagram socket: nothing is sent
+            probe.connect(address)  # a datagram socket sends nothing here
             return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
         raise ConfigError(f"expected a URL that can be reached, got {url!r}: {error}") from None
 
 
 def interface_towards(url: str) -> str:
-    """Name of this machine's network interface on its way to a URL. Raises `ConfigError`."""
+    """Name of the network interface through which this machine reaches a URL. Raises `ConfigError`."""
     own = own_address(url)
     for name, addresses in psutil.net_if_addrs().items():
         if own in (one.address for one in addresses):
@@ -97,6 +97,6 @@ def interface_towards(url: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine that nobody listens at now."""
+    """A port of this machine that is free now."""
     with socket.create_server((host, 0)) as listening:
         return int(listening.getsockname()[1])

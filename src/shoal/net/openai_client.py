@@ -1,6 +1,6 @@
 """OpenAI's client for sessions: one per event loop, whose connections all sessions share.
 
-A client of its own per rollout costs 75 ms of processor time, which the event loop then lacks.
+A separate client per rollout takes 75 ms of processor time and blocks the event loop.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI]" = WeakKeyDi
 
 
 def session_client(base_url: str, key: str, timeout_s: float) -> "AsyncOpenAI":
-    """Client that speaks at `base_url`, with connections that this event loop's other clients share.
+    """Client of `base_url` that shares the connections of this event loop's other clients.
 
     Raises `TaskError` without the package openai.
     """

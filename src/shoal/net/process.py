@@ -1,8 +1,8 @@
-"""Child processes: spawned, in process groups of their own, and killed with their parent.
+"""Child processes: spawned in separate process groups, and killed with their parent.
 
-A child is `python -m module ...`. It never shares memory that torch touched, and one socket joins it to its parent. The
-socket carries frames with a size and a request number. Callers without an event loop use `Child` through the portal of
-anyio, which runs a loop in a thread.
+A child is `python -m module ...`. It never shares memory that torch touched, and one socket connects it to its parent.
+The socket carries frames with a size and a request number. Callers without an event loop use `Child` through anyio's
+portal, which runs a loop in a thread.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ FRAME_HEADER = struct.Struct(">IQ")
 MAX_FRAME_BYTES = 1 << 30
 GRACE_S = 5.0
 BUFFERED_GRACE_S = 0.2
-"""Seconds after a deadline in which buffered bytes are still read: an answer that came while the event loop was busy
-is not late."""
+"""Seconds after a deadline in which buffered bytes are still read: an answer that arrived while the event loop was
+busy is not late."""
 
 
 def cores() -> int:
-    """Number of cores that this process may use, or that exist where the system does not tell."""
+    """Number of cores that this process may use, or of all cores where the system does not say."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -52,7 +52,7 @@ def die_with_parent() -> None:
 
 
 def from_parent() -> tuple[socket.socket, list[str]]:
-    """Socket to the parent, and the arguments before it, of a child process, which ends with its parent."""
+    """In a child: the socket to its parent, and the arguments before it. The child will end with its parent."""
     die_with_parent()
     *arguments, _, fd = sys.argv[1:]
     return socket.socket(fileno=int(fd)), arguments
@@ -60,7 +60,7 @@ def from_parent() -> tuple[socket.socket, list[str]]:
 
 @contextmanager
 def loading() -> Iterator[None]:
-    """Imports and builds what a process keeps, without garbage collection, and leaves it out of later collections.
+    """Context manager for imports and long-lived objects: no garbage collection within, nor of these objects later.
 
     A quarter of the time that torch and transformers take to import goes into collections that find nothing.
     """
@@ -75,8 +75,8 @@ def loading() -> Iterator[None]:
 def collect_rarely() -> None:
     """Makes garbage collection rare, for a process whose event loop must not pause.
 
-    By default Python scans all objects that a request leaves behind, every id of every token, again and again. With a
-    thousand open conversations the scans stop the loop for 2.5 % of the time, in pieces of 20 to 100 ms.
+    By default Python scans the objects that requests leave behind, down to every token id, again and again. With a
+    thousand open conversations the scans block the loop 2.5 % of the time, for 20 to 100 ms each.
     """
     gc.collect()
     gc.freeze()
@@ -87,10 +87,11 @@ def torch_environment(threads: int, gpus: Sequence[str] = (), *, gathers: bool =
     """Environment of a process that computes with torch on `threads` cores, and on `gpus` if given.
 
     Idle OpenMP threads sleep instead of spinning, because spinning collapses when processes share cores. glibc keeps
-    freed memory for the next tensor, which the kernel would clear. Blocks as large as a chunk of logits are returned,
-    as small tensors would settle in their place. A rank that `gathers` layers returns every layer: glibc finds no kept
-    place for an aligned block of the same size, so that 16 layers of 36 MB took 60 MB more each. oneDNN keeps 128 of
-    1,024 compiled products, of a third of a megabyte. With huge pages a decoding step's products take 8 % less time.
+    freed memory for the next tensor; otherwise the kernel would clear it. Blocks as large as a chunk of logits are
+    returned, because small tensors would fragment them. A rank that `gathers` layers returns every layer: glibc cannot
+    reuse a kept block for an aligned one of the same size, and 16 layers of 36 MB took 60 MB more each. oneDNN keeps
+    128 compiled products instead of 1,024, a third of a megabyte each. Huge pages save 8 % of the
+    time of a decoding step's matrix products.
     """
     return {
         **os.environ,
@@ -129,12 +130,11 @@ class Exit:
 class Child:
     """One running child and the socket to it, as an async context manager; leaving it ends the child.
 
-    Invariant: `receive` returns only answers to the newest request. The answer to a cancelled `ask` is therefore never
-    taken for the next answer.
+    Invariant: `receive` returns only answers to the newest request, never a late answer to a cancelled `ask`.
     """
 
     most_frame_bytes = MAX_FRAME_BYTES
-    """Bytes of a frame that the child may send; a child that sends more is taken for dead."""
+    """Bytes of a frame that the child may send; a child that sends more is treated as dead."""
 
     def __init__(
         self,
@@ -149,8 +149,8 @@ class Child:
     ) -> None:
         """Entering starts `python -m module arguments... --fd N`, where N is the child's end of the socket.
 
-        Without a `log` the child writes to this process's output. `advice` ends the error message about a death of the
-        child. Without a process group of its own the child gets the signals of this process's group.
+        Without a `log` the child writes to this process's output. `advice` ends the error message about the child's
+        death. Without `own_group` the child gets the signals of this process's group.
         """
         self.name = name
         self._module = module
@@ -161,7 +161,7 @@ class Child:
         self._own_group = own_group
         self._turn = asyncio.Lock()
         self._asked = 0
-        self._header: tuple[int, int] | None = None  # size and request number of a frame whose header has come
+        self._header: tuple[int, int] | None = None  # size and request number in a header already read
 
     def command(self, fd: int) -> list[str]:
         """Command of the child; descriptor `fd` is its end of the socket."""
@@ -201,7 +201,7 @@ class Child:
         ours.setblocking(False)
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
-        except BaseException:  # such as the end of the event loop, which cancels all its tasks
+        except BaseException:  # such as a cancellation at the end of the event loop
             self.kill()
             await ended(self._process, self.kill, GRACE_S)
             raise
@@ -215,7 +215,7 @@ class Child:
         return self._process.pid
 
     def closed(self) -> bool:
-        """Whether the child has closed its end of the socket, and all that it sent was read."""
+        """Whether the child has closed its end of the socket, and all its bytes were read."""
         return self._reader.at_eof()
 
     async def ready(self, timeout_s: float) -> bytes:
@@ -270,12 +270,12 @@ class Child:
                 return frame
 
     async def died(self) -> Exit:
-        """Waits until the child has ended, in whatever way; returns how."""
+        """Waits until the child has ended; returns how."""
         code = await self._process.wait()
         return Exit(self.name, code, self._last_words(), self._advice)
 
     async def _death(self) -> ChildDied:
-        """Error for a child that closed its socket; a child that lives on is killed."""
+        """Error for a child that closed its socket; a child that still runs is killed."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 return ChildDied(str(await self.died()))
@@ -308,7 +308,7 @@ class Child:
         """Ends the child: terminates its process group, and kills it after the grace, or at once when cancelled."""
         self._writer.transport.abort()  # a child that hangs would never read unsent bytes
         self._signal(signal.SIGTERM)
-        self._signal(signal.SIGCONT)  # a stopped process takes the other signal only then
+        self._signal(signal.SIGCONT)  # a stopped process handles SIGTERM only then
         await ended(self._process, self.kill, GRACE_S, hurry=self.kill)
 
 
@@ -319,10 +319,10 @@ async def ended(
     *,
     hurry: Callable[[], None] = lambda: None,
 ) -> None:
-    """Waits for the end of a process that was asked to end; kills it after `grace_s`, and waits as long again.
+    """Waits for a process to end; kills it after `grace_s`, and waits as long again.
 
-    A cancellation calls `hurry`, and takes effect afterwards. The caller's own task waits, because an event loop that
-    ends cancels all others; a loop that closed before the end of a process would never see that end.
+    A cancellation calls `hurry`, and takes effect after the wait. The wait runs in the caller's task: an event loop
+    that ends cancels all others, and after closing it would not see the process end.
     """
     cancelled = None
     clock = asyncio.get_running_loop().time
@@ -391,7 +391,7 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
 
 
 def cpu_ticks(pid: int) -> int:
-    """Processor time of a process in ticks; 0 where the system does not tell."""
+    """Processor time of a process in ticks; 0 where the system does not say."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return int(fields[11]) + int(fields[12])

@@ -1,4 +1,4 @@
-"""The HTTP server of a run, in a thread of its own: a busy event loop of the main process delays no ping there.
+"""The HTTP server of a run, in a separate thread, so that a busy main event loop delays no ping.
 
 Rooms add their routes. A role of a run is a process that holds a WebSocket open here: the connection is its lease.
 """
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 class RunServer:
-    """Routes on an event loop of their own. As a context manager it listens, in a thread."""
+    """Routes on a separate event loop. As a context manager it listens, in a thread."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class RunServer:
     ) -> None:
         """With a `token`, every request but those of `free` paths must carry it.
 
-        Raises `ConfigError` when others reach `host` without one.
+        Raises `ConfigError` when other machines can reach `host` and there is no token.
         """
         if not is_loopback(host) and not token:
             raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token of their own")
@@ -66,7 +66,7 @@ class RunServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends the thread; roles go on trying to connect."""
+        """Ends the thread; roles keep trying to connect."""
         self.loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
@@ -94,10 +94,10 @@ class RunServer:
         registered: Callable[[R, WebSocket], AbstractAsyncContextManager[Callable[[bytes], object]]],
         refused: Callable[[Exception], object],
     ) -> None:
-        """Holds the connection of one role from its first message to its last.
+        """Serves the connection of one role from its first message to its last.
 
-        `registered` takes the first message; what it gives takes each later one, and it is left with the connection.
-        Both raise a `ShoalError` for what the run does not want: the role then gets what `refused` makes of the error.
+        `registered` takes the first message and yields a function for the later ones; it exits with the connection.
+        Both may raise a `ShoalError`; the role then gets the message that `refused` makes of the error.
         """
         await socket.accept()
         try:
@@ -105,7 +105,7 @@ class RunServer:
                 first = decoded(await _message(socket), hello)
             await self._held(registered(first, socket), socket)
         except (ShoalError, TimeoutError) as error:
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it has gone meanwhile
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it has disconnected meanwhile
                 await send(socket, refused(error))
                 await socket.close()
         except WebSocketDisconnect:

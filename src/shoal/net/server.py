@@ -1,8 +1,8 @@
-"""Limits and refusals of every HTTP server: who may ask, how much and how slowly.
+"""Access checks and limits of every HTTP server.
 
 `guarded` wraps an application: it checks the Host header, the token and the content type before reading anything.
 `body` and `decoded` read a request within a size and a time. `serving` bounds an application's connections, headers and
-idleness. The errors of `shoal.errors` name their own HTTP status.
+idle time. The errors of `shoal.errors` carry their HTTP status.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ JSON = "application/json"
 HOSTS_VARIABLE = "SHOAL_HOSTS"
 """Environment variable with more names, separated by commas, under which clients reach these servers."""
 PROXIES_VARIABLE = "FORWARDED_ALLOW_IPS"
-"""Environment variable of uvicorn: addresses of proxies whose X-Forwarded-For is believed; none by default."""
+"""Environment variable of uvicorn: addresses of proxies whose X-Forwarded-For is trusted; none by default."""
 HEADERS_TIMEOUT_S = 15.0
 """Seconds from a connection's start, or from the first byte of a later request, to the end of its headers."""
 BODY_TIMEOUT_S = 60.0
 MOST_HEADER_BYTES = 1 << 16
 MOST_FRAME_BYTES = 64 << 20
-"""Bytes of a WebSocket's message at most."""
+"""Most bytes of a WebSocket's message."""
 DESCRIPTORS = 1 << 16
-"""Descriptors at most, if the system allows so many; three quarters of them may be connections."""
+"""Most descriptors, if the system allows as many; three quarters of them may be connections."""
 PER_ADDRESS = 64
 """Connections that one address may hold to a public server."""
 _LOOK = files("shoal.net").joinpath("look.css").read_bytes()
@@ -52,7 +52,7 @@ PAGE_HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-"""Headers of a page that shows what others wrote: nothing but its own scripts, styles and requests."""
+"""Headers of a page that shows foreign text: only its own scripts, styles and requests are allowed."""
 _TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 T = TypeVar("T")
@@ -92,7 +92,7 @@ def refusal(error: Exception) -> Response:
 
 
 async def look(_: Request) -> Response:
-    """Serves look.css, the look that all pages share."""
+    """Serves look.css, the style sheet of all pages."""
     return Response(_LOOK, 200, PAGE_HEADERS, "text/css")
 
 
@@ -112,7 +112,7 @@ async def body(
 ) -> bytes:
     """Reads a request's body. Raises `Refused` at the first byte too many, or when reading takes too long.
 
-    `on_bytes` is called with the size of each part as it comes, and may refuse the part.
+    `on_bytes` gets the size of each part as it comes, and may raise to refuse the part.
     """
     data = bytearray()
     try:
@@ -145,7 +145,7 @@ async def disconnected(http: Request) -> None:
 
 
 class guarded:  # noqa: N801 - an ASGI middleware, used as a function
-    """Application that only permitted requests reach.
+    """Passes only permitted requests to an application.
 
     A page of another site can make a browser send requests that need no preflight, or any request to a name that
     resolves here. So a body must be JSON, and the Host header must be an address, this machine's name, or one of
@@ -157,8 +157,8 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
     ) -> None:
         """With a `token`, all paths but the `free` ones require it.
 
-        `host` is the address on which the user has the server listen. An empty `media_type` lets every type pass: for
-        an application whose clients send a key in a header that needs a preflight.
+        `host` is the server's listening address as the user set it. An empty `media_type` lets every type pass, for an
+        application whose clients send a key in a header that needs a preflight.
         """
         self._app = app
         self._token = f"Bearer {token}".encode() if token else b""
@@ -186,7 +186,7 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
             raise Refused(HTTPStatus.UNAUTHORIZED, "expected the server's token as Authorization: Bearer TOKEN")
         has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
         kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-        if scope["type"] == "websocket" and b"origin" in headers:  # no preflight keeps another site's page from one
+        if scope["type"] == "websocket" and b"origin" in headers:  # browsers open one to any site without a preflight
             raise Refused(HTTPStatus.FORBIDDEN, "origin: expected none, WebSockets are not for pages")
         if self._media_type and scope.get("method", "GET") != "GET" and has_body and kind != self._media_type:
             expected = self._media_type.decode()
@@ -200,7 +200,7 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
         if not name or name in self._hosts:  # browsers always send a Host
             return
         try:
-            ipaddress.ip_address(name.strip("[]"))  # an address, unlike a name, cannot be made to point elsewhere
+            ipaddress.ip_address(name.strip("[]"))  # an address, unlike a name, cannot be rebound
         except ValueError:
             known = ", ".join(sorted(self._hosts))
             why = f"host: expected an address or one of {known}; {HOSTS_VARIABLE} adds names; got {header[:80]!r}"
@@ -213,12 +213,12 @@ class Bounds(TypedDict, total=False):
     idle_s: int
     """Seconds that a connection may be idle, by default 5."""
     grace_s: int
-    """Seconds that ending waits for answers under way; without it, until they are sent."""
+    """Seconds that shutdown waits for answers under way; unset waits until they are sent."""
     per_address: int
     """Connections of one address."""
     headers_timeout_s: float
     silence_s: float
-    """Serves WebSockets, and closes those whose other side answers no ping for so long."""
+    """Serves WebSockets, and closes those without an answer to a ping for so many seconds."""
 
 
 @contextlib.asynccontextmanager
@@ -231,7 +231,7 @@ async def serving(
     tls: TLSFiles | None = None,
     **bounds: Unpack[Bounds],
 ) -> AsyncIterator[str]:
-    """Serves `app` within the block, on its event loop; gives the URL once it answers. Signals are left to the process.
+    """Serves `app` within the block, on its event loop; yields the URL once it answers. It handles no signals.
 
     It listens at `host` and `port`, or on the socket `listening`. Raises `ConfigError` for an address that is taken.
     """
@@ -248,13 +248,13 @@ async def serving(
 
 
 async def until_cancelled() -> NoReturn:
-    """Waits until it is cancelled, as a signal cancels a command that serves."""
+    """Waits until it is cancelled, for example by a signal."""
     await asyncio.Event().wait()
     raise AssertionError
 
 
 def uvicorn_config(app: ASGIApp, *, tls: TLSFiles | None = None, **bounds: Unpack[Bounds]) -> uvicorn.Config:
-    """Configuration that serves `app` with bounded connections, headers and idleness, and believes no proxy."""
+    """Configuration that bounds connections, headers and idle time of `app`, and by default trusts no proxy."""
     silence_s = bounds.get("silence_s", 0.0)
     limits = {
         "most": _descriptors() * 3 // 4,
@@ -279,7 +279,7 @@ def uvicorn_config(app: ASGIApp, *, tls: TLSFiles | None = None, **bounds: Unpac
 
 
 class _QuietServer(uvicorn.Server):
-    """Server that leaves signals to the process that it is a part of; `up` is set once it answers."""
+    """Server that leaves signals to its process; `up` is set once it answers."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -331,7 +331,7 @@ class _Bounded(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.transport.get_protocol() is not self:  # it is a WebSocket from now on
+        if self.transport.get_protocol() is not self:  # upgraded to a WebSocket
             self._end_wait()
             return
         if self.cycle is not None and not self.cycle.response_complete:

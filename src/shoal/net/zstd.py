@@ -1,4 +1,4 @@
-"""Decompression of what others sent, in bounded memory."""
+"""Decompression of foreign data in bounded memory."""
 
 import zstandard
 
@@ -8,7 +8,7 @@ from shoal.errors import WireError
 def decompressed(data: bytes, most_bytes: int) -> bytes:
     """Content of one zstd frame. Raises `WireError` for other data, and for more than `most_bytes`.
 
-    zstandard itself allocates whatever size a frame states.
+    zstandard itself allocates any size that a frame states.
     """
     try:
         if (stated := zstandard.frame_content_size(data)) > most_bytes:

@@ -21,7 +21,7 @@ class AnswerChange:
 
 
 def changes(run: RunRecords) -> list[AnswerChange]:
-    """Questions that were answered at the run's first and at its last evaluation; empty before the second one."""
+    """Questions answered at both the first and the last evaluation; empty before the second evaluation."""
     steps = [number(one, "step") for one in run.answers]
     if not steps or steps[0] == steps[-1]:
         return []
@@ -53,7 +53,7 @@ def quoted(text: str, most: int) -> str:
 
 
 def reward_text(record: Record) -> str:
-    """Formats the reward of an answer, or why there is none."""
+    """Formats the reward of an answer, or the reason why it was not scored."""
     value = record.get("reward")
     return (
         f"reward {value:.3g}" if isinstance(value, int | float) else f"not scored: {repr(record.get('reason'))[1:-1]}"

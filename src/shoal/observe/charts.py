@@ -1,4 +1,4 @@
-"""Numbers of runs as lines over the steps, for the page of `shoal view` and the picture of a report to draw."""
+"""Chart data of runs: numbers as lines over the steps, for `shoal view` and reports."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from shoal.observe.metrics import EVAL_NAMES, STEP_NAMES
 from shoal.observe.runs import RunRecords, column, mean, tasks_of
 
 MOST_POINTS = 1000
-"""Longest line that is drawn; in longer runs each point is the mean of several steps."""
+"""Most points of a line; in longer runs each point is the mean of several steps."""
 BOUNDED = "staleness_max"
-"""Number beside which its bound, a setting, is drawn."""
+"""Number that is drawn with its bound, `max_staleness`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """A picture: names of numbers over the steps or the evaluations. A name that ends with / stands for all below.
+    """A chart of named numbers over the steps or the evaluations. A name that ends with / is a prefix of names.
 
-    `lines` are there once it is drawn.
+    `drawn` fills `lines`.
     """
 
     title: str
@@ -38,7 +38,7 @@ class Chart:
     is_share: bool = False
     is_log: bool = False
     repeats: str = ""
-    """Title of the chart that this one is left out for where its lines are equal to lines of that one."""
+    """Title of another chart; if that one has the same lines, this chart is left out."""
     lines: Sequence[Line] = ()
 
 
@@ -112,7 +112,7 @@ LABELS = {
 
 
 def drawn(charts: Sequence[Chart], runs: Mapping[str, RunRecords]) -> list[Chart]:
-    """The charts of which some run has numbers, each picture once."""
+    """The charts for which at least one run has numbers, without duplicates."""
     found = [
         replace(chart, lines=[line for name, run in runs.items() for line in _lines(chart, name, run)])
         for chart in charts

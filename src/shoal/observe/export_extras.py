@@ -1,4 +1,4 @@
-"""Extras of `shoal export` add two things to the log: the advantages of training, and the text of each token."""
+"""Extras of `shoal export`: the advantages of training and the text of each token."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -54,12 +54,12 @@ def token_text(tokenizer: Tokenizer) -> Callable[[int], str]:
 
 
 class _Advantages:
-    """Computation that repeats `trainer.advantage.step_samples` for the rows of a group."""
+    """Recomputes `trainer.advantage.step_samples` for the rows of a group."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._kind = config, config.train.advantage
         self._returns = returns_of(config.train, config.rollout.max_tokens)
-        # Only where groups of a step are compared with one another does one need the others.
+        # Other groups of the step are needed only if the advantage compares groups.
         self._known = {} if self._kind in WITHIN_GROUPS else self._of_steps(run_dir)
 
     def __call__(self, group: RawGroup) -> list[list[float] | None] | None:

@@ -97,7 +97,7 @@ def _message(message: Message) -> dict[str, Json]:
 
 
 def _arguments(text: str) -> dict[str, Json]:
-    """Arguments of a call; text that is no object is kept under one name."""
+    """Arguments of a call; text that is not a JSON object is kept under one name."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

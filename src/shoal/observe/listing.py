@@ -13,7 +13,7 @@ LOCKS = Path("/proc/locks")
 
 
 def listed_runs(folder: Path) -> list[Mapping[str, float | str | None]]:
-    """Figures of each run in a folder, the one written last at the end; empty without any."""
+    """Figures of each run in a folder, sorted by time of last write."""
     found = {file.parent for name in (METRICS, FILE, "resolved.toml") for file in folder.glob(f"*/{name}")}
     locked = _locked_inodes()
     return sorted((_listed(run_dir, locked) for run_dir in found), key=lambda one: float(str(one["written_s"])))
@@ -41,7 +41,7 @@ def _listed(run_dir: Path, locked: frozenset[int]) -> Mapping[str, float | str |
 def state_of(run_dir: Path, locked: frozenset[int] | None = None) -> str:
     """State of a run: running, ended or stopped; `locked` are the inodes of locked files, else read here.
 
-    A run that is written holds its log's lock; one that reached its end has written its model.
+    A running run holds its log's lock; a run that ended has written its model.
     """
     locked = _locked_inodes() if locked is None else locked
     lock = run_dir / LOCK
@@ -51,7 +51,7 @@ def state_of(run_dir: Path, locked: frozenset[int] | None = None) -> str:
 
 
 def _locked_inodes() -> frozenset[int]:
-    """Inodes of locked files, as Linux lists them: asking for a lock oneself could hinder a run that starts."""
+    """Inodes of locked files from /proc/locks: trying the lock could block a run that starts."""
     try:
         lines = LOCKS.read_text().splitlines()
     except OSError:

@@ -35,7 +35,7 @@ WARNINGS = frozenset(
         "few_questions",
     }
 )
-"""Events that say why nothing is learned."""
+"""Events that explain why the run does not learn."""
 Record: TypeAlias = Mapping[str, float | str | None]
 _record_decoder = msgspec.json.Decoder(dict[str, int | float | str | None])
 
@@ -120,15 +120,15 @@ COUNTS = frozenset(
     {"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed", "refused_updates"}
     | {"external", "external_missing", "offers_shared", "offers_admitted", "offers_refused"}
 )
-"""Names that count since the step before, so that their sum over the steps covers the run."""
+"""Names that count since the previous step; their sum over the steps is the run's total."""
 
 
 LABELS = {"ratio_share": "bounds", "staleness": "versions"}
-"""Label of numbers that share a name, where it is not the task."""
+"""Prometheus label of names whose part after the slash is not a task."""
 
 
 def stage(what: str) -> Record:
-    """Builds the record that tells listeners what a run that starts is doing."""
+    """Builds the record of the current stage of a starting run."""
     return {"kind": "stage", "name": what}
 
 
@@ -244,7 +244,7 @@ class PrometheusTracker:
             for name, value in values.items()
             if name.partition("/")[0] in COUNTS
         }
-        # One assignment of a new mapping: the server's thread sees all of a step or nothing of it.
+        # One assignment, so that the server's thread never sees half a step.
         self._latest = {**self._latest, "step": step, **values, **summed}
 
     def collect(self) -> Iterator[Any]:
@@ -280,7 +280,7 @@ Adapter: TypeAlias = PrometheusTracker | OtherTracker
 
 
 class Trackers:
-    """All trackers of a run as one. metrics.jsonl comes first: a record that it cannot hold is shown nowhere."""
+    """All trackers of a run as one. metrics.jsonl comes first: if its write fails, no other tracker gets the record."""
 
     def __init__(
         self, jsonl: JsonlTracker, others: Sequence[Adapter] = (), listeners: Sequence[Callable[[Record], None]] = ()
@@ -302,7 +302,7 @@ class Trackers:
             other.log(step, values)
 
     def log_eval(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Records one evaluation after `step` steps; None says that it was not run."""
+        """Records one evaluation after `step` steps; None marks a number that was not measured."""
         self._tell(self._jsonl.write("eval", {"step": step, **values}))
         known = {f"eval/{name}": value for name, value in values.items() if value is not None}
         for other in self._others:
@@ -317,7 +317,7 @@ class Trackers:
                 other.log_answers(step, answers)
 
     def stage(self, what: str) -> None:
-        """Tells listeners what a run that starts is doing; it is no record of metrics.jsonl."""
+        """Notifies listeners of the stage of a starting run; metrics.jsonl does not record it."""
         self._tell(stage(what))
 
     def log_event(self, name: str, **details: float | str | None) -> None:
@@ -335,7 +335,7 @@ class Trackers:
 
 
 def _settings_of(run_dir: Path) -> dict[str, JsonValue]:
-    """Settings of resolved.toml by dotted name; empty without the file, whose credentials are elsewhere."""
+    """Settings of resolved.toml, which holds no credentials, by dotted name; empty without the file."""
     path, found = run_dir / "resolved.toml", dict[str, JsonValue]()
     if path.is_file():
         mapped(tomllib.loads(path.read_text(encoding="utf-8")), lambda where, value: found.setdefault(where[1:], value))

@@ -1,4 +1,4 @@
-"""A panel that stays in place on a terminal, and is painted anew when the terminal's size changes."""
+"""A panel that stays in place on a terminal and is repainted when the terminal is resized."""
 
 import os
 from collections.abc import Callable
@@ -8,13 +8,13 @@ from rich.console import Console, ConsoleDimensions, RenderableType
 from rich.live import Live
 
 REFRESHES_PER_S = 4
-"""A start without records still shows the seconds passing."""
+"""Often enough that the seconds advance during a start, before the first record."""
 
 
 class ResizableLive(Live):
-    """rich's `Live`, which counts the lines to paint over: a terminal that became narrower has broken them into more.
+    """rich's `Live` that clears the screen on a resize; the scrollback stays.
 
-    The screen is therefore cleared when its size has changed; what scrolled off it stays.
+    `Live` counts the lines to paint over, and a narrower terminal wraps them into more.
     """
 
     def __init__(self, stream: TextIO, panel: Callable[[], RenderableType]) -> None:
@@ -24,13 +24,13 @@ class ResizableLive(Live):
         self._resized()
 
     def refresh(self) -> None:
-        """Paints the panel; on a screen of another size than before, on a clear one."""
+        """Paints the panel; after a resize it clears the screen first."""
         if self._resized() and self.is_started:
             self.console.clear()
         super().refresh()
 
     def _resized(self) -> bool:
-        """Takes over the terminal's own size, where rich asks the standard streams. Returns True if it is new."""
+        """Reads the size of this terminal; rich would ask the standard streams. Returns True if it changed."""
         size = ConsoleDimensions(*os.get_terminal_size(self._fd))
         if not all(size) or size == self.console.size:
             return False

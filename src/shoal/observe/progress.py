@@ -51,7 +51,7 @@ class LiveProgress:
 
     Elsewhere, and on a terminal that cannot move its cursor (TERM=dumb), a step prints a line only when `every_s`
     seconds have passed since the last line. Evaluations, answers, events and the last step always print. The panel
-    shows `max_staleness` beside the staleness that it bounds.
+    shows the staleness with its bound `max_staleness`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class LiveProgress:
             print(line, file=self._stream, flush=True)
 
     def _is_due(self, step: Record) -> bool:
-        """Whether a line for a step is printed; the next one is then due after `every_s`."""
+        """Whether to print a line for a step; if so, the next one is due after `every_s`."""
         due = self._seen_s >= self._next_line_s or step.get("step") == self._steps
         self._next_line_s = self._seen_s + self._every_s if due else self._next_line_s
         return due
@@ -140,7 +140,7 @@ class LiveProgress:
         }
 
     def _time_text(self) -> str:
-        """Formats the run's time so far and, after two steps of this process, the time that the others will take."""
+        """Formats the run's time so far and, after two steps of this process, the estimated time left."""
         (first, first_s), (done, done_s) = (
             (number(one, "step", 0.0), number(one, "time_s", 0.0)) for one in (self._first_step, self._step)
         )
@@ -208,8 +208,7 @@ def _form(record: Record, name: str, form: str) -> str:
 
 
 def _eval_text(record: Record, since: Record | None = None) -> str:
-    """Formats mean rewards, then shares of right answers, each after its first value where that is another
-    evaluation."""
+    """Formats mean rewards, then shares of right answers, each after its value in `since`, an earlier evaluation."""
     since = None if since is record else since
 
     def scores(suffix: str) -> str:

@@ -1,4 +1,4 @@
-"""Runs are read from their directories, and read on while they are written: metrics.jsonl and the configuration."""
+"""Reads runs from their directories, also while they are written: metrics.jsonl and the configuration."""
 
 import math
 import tomllib
@@ -22,7 +22,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class RunRecords:
-    """Records of one run, with each step and each evaluation once: after a resume the newer one counts."""
+    """Records of one run, one per step and evaluation: after a resume the newer one counts."""
 
     name: str
     steps: tuple[Record, ...]
@@ -50,10 +50,10 @@ class RunRecords:
 
 
 class WatchedRun:
-    """One run directory, which is only read. Its metrics.jsonl is read on from where it was last read to."""
+    """One run directory, never written to. Each read of metrics.jsonl continues where the last one ended."""
 
     def __init__(self, run_dir: Path, name: str) -> None:
-        """Raises `RunDirError` when it is no run directory."""
+        """Raises `RunDirError` when it is not a run directory."""
         if not any((run_dir / file).is_file() for file in (METRICS, "resolved.toml", FILE)):
             raise RunDirError(f"{run_dir}: expected a run directory, with {METRICS}, resolved.toml or {FILE}")
         self.run_dir, self.name = run_dir, name
@@ -64,7 +64,7 @@ class WatchedRun:
 
     @property
     def size(self) -> int:
-        """Bytes of metrics.jsonl: more whenever there is more to show."""
+        """Bytes of metrics.jsonl; grows with every record."""
         path = self.run_dir / METRICS
         return path.stat().st_size if path.is_file() else 0
 
@@ -93,7 +93,7 @@ def read_run(run_dir: Path) -> RunRecords:
 
 
 def watched(run_dirs: Sequence[Path]) -> dict[str, WatchedRun]:
-    """Runs by names that differ: their folders', with as many of the folders above as it takes."""
+    """Runs by unique names: the folder's name, with as many parent folders as needed."""
     paths = list(dict.fromkeys(path.resolve() for path in run_dirs))
     for depth in range(1, max((len(path.parts) for path in paths), default=1) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -103,7 +103,7 @@ def watched(run_dirs: Sequence[Path]) -> dict[str, WatchedRun]:
 
 
 def newest_run(folder: Path) -> Path:
-    """The run below a folder that was written last. Raises `RunDirError` when there is none."""
+    """The most recently written run in a folder. Raises `RunDirError` when the folder has no run."""
     found = {file.parent: file.stat().st_mtime for name in (METRICS, FILE) for file in folder.glob(f"*/{name}")}
     if not found:
         raise RunDirError(f"{folder} holds no run; name one: shoal view RUN")
@@ -111,7 +111,7 @@ def newest_run(folder: Path) -> Path:
 
 
 def differences(runs: Mapping[str, RunRecords]) -> list[tuple[str, list[str]]]:
-    """The settings that are not the same in all runs, with their value in each."""
+    """The settings that differ between runs, with their value in each."""
     settings = [_settings(run.config_text) for run in runs.values()]
     names = dict.fromkeys(name for one in settings for name in one if name != "run_dir")
     rows = [(name, [str(one.get(name, "")) for one in settings]) for name in names]
@@ -119,7 +119,7 @@ def differences(runs: Mapping[str, RunRecords]) -> list[tuple[str, list[str]]]:
 
 
 def _settings(text: str) -> dict[str, JsonValue]:
-    """Values by dotted names; without those after a mistake, and of what is no TOML none."""
+    """Values by dotted name up to the first parse error; empty if the text is not TOML."""
     found: dict[str, JsonValue] = {}
     with suppress(tomllib.TOMLDecodeError, ConfigError):
         mapped(tomllib.loads(text), lambda where, value: found.setdefault(where[1:], value))

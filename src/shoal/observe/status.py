@@ -1,4 +1,4 @@
-"""Status tells a run's state, task by task, from its run directory alone; a running run is not disturbed."""
+"""Reads a run's state, task by task, from its run directory alone, without disturbing a running run."""
 
 from math import isnan
 from pathlib import Path

@@ -1,7 +1,7 @@
 """Files with the numbers of each trained token: a run keeps those of its newest steps, and pages read them.
 
-tokens/000020.safetensors is of the twentieth step; `trainer.token_numbers` says what is in it. With several ranks the
-others wrote 000020.1.safetensors, and so on.
+tokens/000020.safetensors belongs to the twentieth step; `trainer.token_numbers` defines its content. With several ranks
+the others write 000020.1.safetensors, and so on.
 """
 
 import json
@@ -19,7 +19,7 @@ from shoal.types import RolloutStatus
 
 FOLDER, SUFFIX = "tokens", ".safetensors"
 MOST_FILES = 1000
-"""Files of small steps are limited by their number."""
+"""Most files: limits those of small steps, which `MOST_MB` would not."""
 MOST_MB = 256
 """Megabytes of all files: a million tokens of four numbers take 16."""
 
@@ -27,7 +27,7 @@ MOST_MB = 256
 class TokensFiles:
     """Files of a run's newest steps.
 
-    Invariant: after `prune` they have at most `most_mb` megabytes and are at most `MOST_FILES`, or are of one step.
+    Invariant: after `prune` there are at most `MOST_FILES` of at most `most_mb` megabytes in all, or only one step's.
     """
 
     def __init__(self, run_dir: Path, most_mb: int = MOST_MB) -> None:
@@ -57,7 +57,7 @@ class TokensFiles:
             size -= self._sizes.pop(file)
 
     def _written(self) -> list[Path]:
-        """Files of the newest step. The folder is searched only for those of several ranks: it holds many."""
+        """Files of the newest step. Only a step of several ranks lists the folder, which holds many files."""
         if not self._newest:
             return []
         if (self._folder / f"{self._newest}.1{SUFFIX}").exists():
@@ -84,7 +84,7 @@ class TrainedToken:
 def trained_tokens(run_dir: Path, group: RawGroup, position: int) -> list[TrainedToken | None] | None:
     """Numbers of the sampled tokens of one rollout, turn after turn; None when they are not kept.
 
-    None stands for a forced token, and for one of a row without any advantage, which was not computed.
+    None marks a forced token and a token of a row without any advantage, which was not computed.
 
     Raises `WireError`.
     """
@@ -106,7 +106,7 @@ def trained_tokens(run_dir: Path, group: RawGroup, position: int) -> list[Traine
 
 
 def _rows(run_dir: Path, step: int, group_id: str, wanted: range) -> list[list[TrainedToken] | None] | None:
-    """Numbers of some rows of a group; None for a row that was not computed, and for a step that is not kept."""
+    """Numbers of some rows of a group; None for a row that was not computed and for a step whose files were pruned."""
     found: dict[int, list[TrainedToken]] = {}
     first = None
     for path in sorted((run_dir / FOLDER).glob(f"{step:06}.*{SUFFIX[1:]}")):
@@ -115,7 +115,7 @@ def _rows(run_dir: Path, step: int, group_id: str, wanted: range) -> list[list[T
                 first = _first_row(json.loads(file.metadata()["groups"]), group_id)
                 streams = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, KeyError, ValueError):
-            continue  # pruned meanwhile, or not whole: there are no numbers then
+            continue  # pruned meanwhile or incomplete
         found |= _of_rows(streams, range(first + wanted.start, first + wanted.stop))
     return None if first is None else [found.get(first + row) for row in wanted]
 

@@ -1,4 +1,4 @@
-"""Trace of a run for Perfetto and chrome://tracing: who worked, who waited, and the numbers beside it.
+"""Trace of a run for Perfetto and chrome://tracing: work, waits and numbers over time.
 
 Lanes and bars are those of the page's timeline, over all steps. Evaluations and events are marks; a few numbers of each
 step are counters. Format: Trace Event Format, JSON object form; times in microseconds of the run.

@@ -1,9 +1,9 @@
 """Trackers of other projects: TensorBoard, W&B and MLflow. Each gets numbers, settings and answers.
 
-A user's `module:function` opens any other: it gets the `TrackedRun` and returns an `OtherTracker`.
+For any other tracker the user names a `module:function` that takes the `TrackedRun` and returns an `OtherTracker`.
 
-A run keeps its id at each tracker in trackers.json, so that a resumed run goes on in the same place. Each
-tracker's own environment variables say where it stores what it gets.
+A run keeps its id at each tracker in trackers.json, so that a resumed run continues there. Each tracker's own
+environment variables set where it stores its data.
 """
 
 import json
@@ -21,9 +21,9 @@ from shoal.plugins import own_code
 
 IDS = "trackers.json"
 PROMETHEUS = "prometheus"
-"""Kind of the tracker that `metrics` itself serves."""
+"""Kind of the tracker that `metrics` implements."""
 KNOWN = (bool, int, float, str)
-"""Types of hyperparameters that TensorBoard knows."""
+"""Types of hyperparameters that TensorBoard accepts."""
 Answer: TypeAlias = Mapping[str, int | float | str | None]
 
 
@@ -73,7 +73,7 @@ class OtherTracker(Protocol):
 class TensorBoardTracker:
     """Tracker that writes TensorBoard event files into the run's folder, without torch.
 
-    Settings are hyperparameters, and answers texts in a table. Files of a resumed run go on at its steps.
+    Settings become hyperparameters, and answers a table of texts. Files of a resumed run continue at its step.
     """
 
     def __init__(self, _: str, run: TrackedRun) -> None:
@@ -120,7 +120,7 @@ class WandbTracker:
         before, options = run.known("wandb"), {"project": project, "name": run.name, "dir": str(run.run_dir)}
         self._run = wandb.init(**options, id=before, resume="allow", config=dict(run.settings))
         run.keep("wandb", self._run.id)
-        # An evaluation ends after later steps were logged, and W&B drops what comes under an earlier step of its own.
+        # An evaluation ends after later steps were logged, and W&B drops values under an earlier step of its counter.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -138,7 +138,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Tracker that logs to an MLflow experiment; MLFLOW_TRACKING_URI says where."""
+    """Tracker that logs to an MLflow experiment at MLFLOW_TRACKING_URI."""
 
     def __init__(self, experiment: str, run: TrackedRun) -> None:
         from mlflow import MlflowClient
@@ -158,7 +158,7 @@ class MlflowTracker:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Logs the values of one step."""
         now_ms = round(time.time() * 1000)
-        # A store of files keeps a name as a file: `reward` cannot be one and the folder of `reward/<task>` too.
+        # MLflow's file store keeps each name as a file, and `reward` cannot also be the folder of `reward/<task>`.
         plain = {re.sub(r"[^\w. -]", ".", name): value for name, value in values.items()}
         metrics = [self._metric(name, value, now_ms, step) for name, value in plain.items()]
         self._client.log_batch(self._id, metrics=metrics)
@@ -179,11 +179,11 @@ KINDS: Mapping[str, Callable[[str, TrackedRun], OtherTracker]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
 }
-"""Trackers by the name of their package, which is also the name of the extra that brings it."""
+"""Trackers by the name of their package, which is also the extra that installs it."""
 
 
 def checked_tracker(text: str) -> str:
-    """The kind in KIND:NAME; empty for a user's function. Raises `ConfigError` for what is neither."""
+    """The kind in KIND:NAME; empty for a user's function. Raises `ConfigError` for any other text."""
     kind, _, name = text.partition(":")
     if kind == PROMETHEUS:
         if not name.isdecimal() or int(name) > 65535:

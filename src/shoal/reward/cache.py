@@ -33,7 +33,7 @@ class RewardCache:
         return reward
 
     def put(self, key: bytes, reward: Reward) -> None:
-        """Keeps a repeatable score, in place of the least recently used."""
+        """Keeps a repeatable score; a full cache drops the least recently used."""
         if reward.status is RewardStatus.SCORED and reward.is_repeatable:
             self._rewards[key] = reward
             if len(self._rewards) > self._most:

@@ -34,7 +34,7 @@ _LATE_SIGNALS = (signal.SIGALRM, signal.SIGPROF, signal.SIGXCPU)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Tests of one kind, with what a sandbox needs to run them on a program."""
+    """Tests of one kind, with all that a sandbox needs to run them on a program."""
 
     kind: str
     """`stdin`: a script, run once per input. `call`: functions that are called. `judge`: another sandbox has the tests.
@@ -218,7 +218,7 @@ def _scripts(job: Job, runs: Runs) -> list[str | CaseVerdict]:
     found: list[str | CaseVerdict] = []
     for line in _lines(run)[: len(job.given)]:
         status, text = line.get("status"), line.get("o")
-        if not isinstance(status, int) or not isinstance(text, str):  # of the program's own making
+        if not isinstance(status, int) or not isinstance(text, str):  # the program may have written the line
             return [*found, CaseVerdict("what came is no output")]
         ended = Ended.KILLED_OUTPUT if line.get("much") else Ended.SIGNALLED if status < 0 else Ended.EXITED
         alone = replace(run, ended=ended, exit_code=status, signal=-status)
@@ -247,7 +247,7 @@ def _trimmed(text: str) -> list[str]:
 def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> CaseVerdict:
     if "v" not in line:
         return CaseVerdict(str(line.get("e") or "no value came")[:300])
-    try:  # the line may be of the program's own making
+    try:  # the program may have written the line
         if equal(line["v"], test.returns, tolerance):
             return CaseVerdict()
         return CaseVerdict(f"expected {_short(test.returns)}, got {_short(line['v'])}")

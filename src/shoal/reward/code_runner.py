@@ -126,11 +126,11 @@ class CodeScorer:
             program = asyncio.create_task(self._run(program_of(job, text), limits_of(job), theirs))
             try:
                 verdict = await self._run(judge, replace(limits_of(job), memory_bytes=memory_bytes), ours)
-                await asyncio.wait([program], timeout=END_S)  # the socket is closed, and an honest one ends
+                await asyncio.wait([program], timeout=END_S)  # the socket is closed, so an honest program ends
             finally:
                 program.cancel()
                 (outcome,) = await asyncio.gather(program, return_exceptions=True)
-        if isinstance(outcome, asyncio.CancelledError):  # it went on although its tests had ended
+        if isinstance(outcome, asyncio.CancelledError):  # the program kept running after its tests ended
             return Runs((), verdict)
         return Runs((program.result(),), verdict)
 

@@ -45,7 +45,7 @@ _UNIT = re.compile(
     rf"|{_WORD}(?:\s*+/\s*+[A-Za-z]++|\^\{{?+\d\}}?+)*+\.?+|\sm\^\{{?+[23]\}}?+|\s[mgshlLNJWV]\b|\s)++$",
     re.IGNORECASE,
 )
-"""Units behind a number that are no variables: words of three letters and more, known short units, degrees."""
+"""Units after a number, as opposed to variables: words of three letters and more, known short units, degrees."""
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _FRACTION = r"(?:\\frac\s*\{?\s*(-?\d+)\s*\}?\s*\{?\s*(\d+)\s*\}?)"
 _RATIONAL = re.compile(
@@ -121,7 +121,7 @@ def _number_in(text: str, *, sentence: bool) -> tuple[Fraction, frozenset[str]] 
 
 
 def _tail(text: str) -> str:
-    """All of a number's text but its digits: its unit. Paired dollars are LaTeX's and no currency."""
+    """A number's text without its digits: its unit. Paired dollars delimit LaTeX and are not a currency."""
     if not text.replace("\\$", "").count("$") % 2:
         text = _MARKS.sub(" ", text)
     text = _MEASURED.sub(" ", _TEXT.sub(r" \1", _THOUSANDS.sub("", text).replace("\\circ", "°")))

@@ -1,4 +1,4 @@
-"""reasoning-gym's own scorers, kept from running the answer as code. For worker processes only.
+"""reasoning-gym's own scorers, prevented from running the answer as code. For worker processes only.
 
 Four scorers call eval() on the answer to see whether it is a Python list. In their modules `eval` reads only literals
 here. Five scorers parse the answer with SymPy, which evaluates it with Python's builtins in reach. These see only texts

@@ -1,4 +1,4 @@
-"""`shoal rewards serve` as its clients see it: the JSON messages, and a scorer that asks other machines."""
+"""Client side of `shoal rewards serve`: the JSON messages, and a scorer that asks other machines."""
 
 import asyncio
 import math
@@ -20,7 +20,7 @@ RETRY_DELAY_S = 0.25
 TIMEOUT_S = 600.0
 """Seconds of one request, with its wait at the server; bounds the cost of a silent machine."""
 REST_S = 5.0
-"""Seconds for which a server that did not answer is asked last."""
+"""Seconds for which a server that did not answer goes last in the order."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -109,12 +109,12 @@ class RemoteScorer:
 
 
 def _all_failed(rewards: Sequence[Reward]) -> bool:
-    """Whether a server could score no answer: another one may."""
+    """Whether a server failed to score every answer; another server may succeed."""
     return bool(rewards) and all(one.status is RewardStatus.FAILED for one in rewards)
 
 
 def _wrong(rewards: Sequence[Reward], count: int) -> str:
-    """The field of an answer that is wrong, what was expected and what came; empty for a right one."""
+    """The first wrong field of a reply, with the expected and the received value; empty for a valid reply."""
     if len(rewards) != count:
         return f"expected {count} rewards, got {len(rewards)}"
     for one in rewards:

@@ -27,12 +27,12 @@ from shoal.types import Reward, RewardStatus, Task
 
 WORKER = "shoal.reward.worker"
 START_TIMEOUT_S = 900.0
-"""Bounds a start that hangs; a process that ends is noticed at once, and a busy machine is slow."""
+"""Seconds until a start counts as hung: long, for busy machines; an exit is noticed at once."""
 PREPARE_TIMEOUT_S = 30.0
 WALL_PER_CPU = 8.0
-"""Wall seconds allowed per second of an answer's processor time; beyond them the machine stands still."""
+"""Wall seconds allowed per second of an answer's processor time; beyond them the worker counts as stuck."""
 RETRIES = 1
-"""Number of further workers that get an answer whose worker died."""
+"""Number of retries on a new worker for an answer whose worker died."""
 START_RETRIES = 3
 START_DELAY_S = 0.25
 """Seconds before the second of several starts; each next wait is twice as long."""
@@ -110,7 +110,7 @@ class WorkerScorer:
         recycle_after: int = RECYCLE_AFTER,
         boxed: bool = True,
     ) -> None:
-        """`log` takes all that workers write before they are ready, such as why a worker cannot start.
+        """`log` gets the workers' output until they are ready, such as why one cannot start.
 
         Without `boxed`, workers confine themselves, as they also do where there are no namespaces.
         """
@@ -170,7 +170,7 @@ class WorkerScorer:
             while work.pending:
                 await self._progress(slot, work)
             slot.scored += len(answers)
-            if slot.scored >= self._recycle_after:  # its libraries keep something of each answer
+            if slot.scored >= self._recycle_after:  # its libraries leak memory with each answer
                 await slot.discard()
         finally:
             self._idle.put_nowait(slot)
@@ -263,7 +263,7 @@ class _Worker(BoxedChild):
 
 
 def percentiles(name: str, values: Sequence[float]) -> dict[str, float]:
-    """The values that 50 and 99 % of all are at or below, as `NAME_p50_s` and `NAME_p99_s`; 0 of none."""
+    """The 50th and 99th percentile, as `NAME_p50_s` and `NAME_p99_s`; 0 without values."""
     ordered = sorted(values)
     last = len(ordered) - 1
     return {

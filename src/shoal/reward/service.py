@@ -1,8 +1,8 @@
-"""The scorer of a run: finds each task's checker, runs it where it belongs, and keeps its rewards.
+"""The scorer of a run: finds each task's checker, runs it in the right process, and caches its rewards.
 
     worker processes   every checker of text and truth: exact, number, math, regex, ..., reasoning_gym
     sandboxes          code
-    a process of its own, unconfined   the user's functions
+    separate process, unconfined   the user's functions
     this process       judge (a request to a model), and adding up weighted parts
 
 With `reward.urls`, or without workers, other machines do the first two (`shoal rewards serve`).
@@ -55,7 +55,7 @@ class RewardService:
     """
 
     def __init__(self, config: RewardConfig, log: Path = Path(os.devnull)) -> None:
-        """`log` takes all that worker processes write before they are ready."""
+        """`log` gets the output of worker processes until they are ready."""
         self.cache = RewardCache()
         self._workers = WorkerScorer(config, log)
         self._code = CodeScorer(max(config.workers, 1))
@@ -63,7 +63,7 @@ class RewardService:
         self._judge = JudgeScorer()
         joined = bool(config.urls) or not config.workers
         self.remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if joined else None
-        """Scorers of other machines; None when this one scores."""
+        """Scorers of other machines; None when this machine scores."""
         self._ending = contextlib.AsyncExitStack()
         self._counts = dict.fromkeys(RewardStatus, 0)
         self._total_s: deque[float] = deque(maxlen=WINDOW)
@@ -78,7 +78,7 @@ class RewardService:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Ends all that the service started."""
+        """Ends the service's processes and connections."""
         await self._ending.aclose()
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
@@ -157,7 +157,7 @@ class RewardService:
 def judged_part(spec: Spec, truth: str | None, text: str) -> str | None:
     r"""The part of a completion that a checker judges; None when a thought was cut off before any answer.
 
-    Marks that the truth or the pattern has itself stay in place.
+    Marks that the truth or the pattern contains are kept.
 
     >>> judged_part(checker.Exact(), "5", "<think>2 + 3</think><answer>\\boxed{5}</answer>")
     '5'
@@ -207,7 +207,7 @@ FULL = 1.0 - 1e-9
 
 
 ONLY_FULL = "score, of which only 1 counts"
-"""Name of the part that has what a `BinaryScorer` was told."""
+"""Name of the part with the score before a `BinaryScorer` made it 0 or 1."""
 
 
 @dataclass(frozen=True, slots=True)

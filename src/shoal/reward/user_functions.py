@@ -18,7 +18,7 @@ from shoal.reward.messages import Batch
 from shoal.types import Reward, RewardStatus, Task
 
 START_TIMEOUT_S = 900.0
-"""Bounds a start that hangs; a process that ends is noticed at once, and a busy machine is slow."""
+"""Seconds until a start counts as hung: long, for busy machines; an exit is noticed at once."""
 RETRIES = 1
 """Number of further attempts after the process died."""
 
@@ -50,7 +50,7 @@ class FunctionScorer:
             return [Reward(0.0, RewardStatus.FAILED, evidence=str(error))] * len(answers)
 
     async def values(self, spec: checker.Function, task: Task, answers: Sequence[str]) -> Values:
-        """Numbers that the function gives. Raises `TaskError` for a function that gives none, and `TimeoutError`."""
+        """Numbers that the function returns. Raises `TaskError` if it fails or returns none, and `TimeoutError`."""
         call = wire.encode(Batch(spec, task, list(answers)))
         async with self._turns.setdefault(spec.path, asyncio.Lock()):
             for attempt in range(RETRIES + 1):
@@ -74,7 +74,7 @@ class FunctionScorer:
                 self._children[spec.path] = await child.__aenter__()
                 await child.ready(START_TIMEOUT_S)
             return wire.decode(await child.ask(call, spec.timeout_s), Values | str)  # type: ignore[arg-type]
-        except BaseException:  # it is in the middle of something
+        except BaseException:  # its next reply would belong to this call
             await self._end(spec.path)
             raise
 

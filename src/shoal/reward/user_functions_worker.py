@@ -12,7 +12,7 @@ from shoal.reward.user_functions import Values
 
 
 def values_of(call: Batch) -> Values | str:
-    """Calls the function for a group and checks its rewards; a text is what was wrong."""
+    """Calls the function for a group and checks its rewards; returns a text that describes an error."""
     assert isinstance(call.spec, checker.Function)
     path, task, count = call.spec.path, call.task, len(call.answers)
     prompt = [{"role": message.role.value, "content": message.content} for message in task.messages]
@@ -24,7 +24,7 @@ def values_of(call: Batch) -> Values | str:
             completions=[[{"role": "assistant", "content": answer}] for answer in call.answers],
             **{name: [value] * count for name, value in columns.items()},
         )
-    except Exception as error:  # the user's function raises what it will
+    except Exception as error:  # the user's function may raise any error
         return f"{path}: {described(error)}"
     try:
         return numbers_of(values, count)

@@ -1,8 +1,8 @@
 """A process that scores by text and truth: `python -m shoal.reward.worker --fd N`. It may be killed at any moment.
 
 Each judgement is bounded in processor time: a bound on wall time would fail right answers on a busy machine. A
-judgement may ignore the signal, in one long multiplication of C for instance. The kernel then kills it with its process
-a second or two later.
+judgement may ignore the signal, for instance in one long multiplication in C. The kernel then kills its process a
+second or two later.
 """
 
 import _signal  # type: ignore[import-not-found]  # its `signal` takes a tenth of the time, once for each answer

@@ -17,7 +17,7 @@ _SCORED = RewardStatus.SCORED
 
 
 SHOWN = 3
-"""Questions whose sampled answers people get to read, the same ones at each evaluation."""
+"""Questions whose sampled answers are shown, the same at each evaluation."""
 MOST_CHARACTERS = 2000
 """Characters of a question, a truth or an answer that are shown."""
 

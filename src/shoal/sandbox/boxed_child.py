@@ -1,4 +1,4 @@
-"""A module of Shoal as a child process that reads or runs what others wrote, in a sandbox where the machine has one."""
+"""A module of Shoal as a child process for untrusted data or code, in a sandbox if the machine has one."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -70,7 +70,7 @@ def launch_spec(
 
 
 def module_command(backend: Backend, module: Program) -> list[str]:
-    """Command that runs a module of Shoal in a sandbox with namespaces, for as long as its parent wants.
+    """Command that runs a module of Shoal in a sandbox with namespaces, without a time limit.
 
     The module keeps the descriptors it inherits, limits itself, and has an empty `WORK_FOLDER`. The parent enforces its
     time and kills its whole process group. A sandbox that cannot be set up ends with code 1 and reports the reason on

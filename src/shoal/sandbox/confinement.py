@@ -1,7 +1,7 @@
-"""Confinement of a process that reads untrusted text: it gives up all that scoring does not need.
+"""Confinement of a process that reads untrusted text: it drops every right that scoring does not need.
 
-The worker starts in a sandbox with namespaces where the machine has one (`--boxed`). Elsewhere it takes system calls,
-capabilities and, with Landlock, files from itself before the first answer. In both cases it gives up environment,
+The worker starts in a sandbox with namespaces where the machine has one (`--boxed`). Elsewhere it drops system calls,
+capabilities and, with Landlock, files before the first answer. In both cases it gives up environment,
 inherited files, writing to files, new processes and memory beyond a limit. An audit hook refuses the remaining ways out
 of Python code.
 """
@@ -24,9 +24,9 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
 def confine(*, boxed: bool, sets_variables: bool = False) -> None:
-    """Gives up all that scoring does not need; with `boxed` the process is inside of a sandbox already.
+    """Drops every right that scoring does not need; with `boxed` the process is already in a sandbox.
 
-    Some libraries set environment variables when they are imported; `sets_variables` lets them.
+    Some libraries set environment variables on import; `sets_variables` allows it.
     """
     os.environ.clear()
     os.environ["PYTHONHASHSEED"] = "0"  # states what this process was started with
@@ -51,7 +51,7 @@ def confine(*, boxed: bool, sets_variables: bool = False) -> None:
 
 
 def _enter_sandbox() -> None:
-    """Takes from the running process what the kernel can: system calls always, files where it has Landlock."""
+    """Restricts this process by the kernel: system calls always, files if it has Landlock."""
     kernel.drop_capabilities()
     if files.landlock_version() >= files.OLDEST:
         files.restrict(visible(own_package(), *installed_packages()), "")

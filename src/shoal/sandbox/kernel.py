@@ -1,4 +1,4 @@
-"""Calls that only the kernel offers, and what the two sides of a launch agree on.
+"""System calls without a Python wrapper, and constants shared by both sides of a launch.
 
 Modules that run before the program, such as this one, import nothing that takes milliseconds (no dataclasses, enum, re,
 json, typing). Each program waits for them.

@@ -25,7 +25,7 @@ _SHORTAGES = (
     *("was ended from outside", "no report came", "can't start new thread"),
 )
 PAUSES_S = (0.1, 0.4, 1.0)
-"""Seconds between trials of a backend that could not be tried."""
+"""Seconds before another trial of a backend whose trial was not final."""
 T = TypeVar("T")
 
 
@@ -36,7 +36,7 @@ class _Trial:
     why: str
     """Reason why the backend does not work; empty when it does."""
     is_final: bool = True
-    """False if the machine was short of something at that moment, so that a later trial may end otherwise."""
+    """False if the machine was short of a resource, so that a later trial may succeed."""
 
 
 _TRIALS: dict[Backend, _Trial] = {}
@@ -67,7 +67,7 @@ def _tried(backend: Backend) -> _Trial:
     if finished.stdout == b"works\n":
         return _Trial("")
     said = finished.stderr.decode(errors="replace").strip()[-300:]
-    is_final = finished.ended is Ended.EXITED and not is_shortage(said)  # else a limit or another process ended it
+    is_final = finished.ended is Ended.EXITED and not is_shortage(said)  # otherwise a limit or another process ended it
     return _Trial(f"a trial program {finished.ended.value}: {said}", is_final=is_final)
 
 
@@ -99,8 +99,8 @@ def strongest() -> Backend:
 def strongest_if_any() -> Backend | None:
     """Strongest backend that works; None when this machine has none.
 
-    A weaker backend never takes the place of one that the machine was too short of something to try: such a backend
-    raises `SandboxUnavailable`.
+    A shortage of resources never selects a weaker backend: a backend that could not be tried raises
+    `SandboxUnavailable`.
     """
     for candidate in Backend:
         result = _trial(candidate)
@@ -161,7 +161,7 @@ async def run_async(
 
 
 def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """The work in a thread: not one of asyncio's pool, where others would wait. Raises `SandboxUnavailable`."""
+    """The work in a new thread, so that it does not block asyncio's pool. Raises `SandboxUnavailable`."""
     thread = ThreadPoolExecutor(1, "sandbox")
     try:
         return asyncio.get_running_loop().run_in_executor(thread, work)

@@ -1,4 +1,4 @@
-"""Supervisor: runs one program in one backend, enforces its limits, and removes all its traces."""
+"""Supervisor: runs one program in one backend, enforces its limits, and removes its processes and files."""
 
 import contextlib
 import fcntl
@@ -78,7 +78,7 @@ def run_on(
 
 @contextlib.contextmanager
 def work_folder() -> Iterator[str]:
-    """An empty folder of this machine for what others wrote, removed at the end however deep it became."""
+    """An empty temporary folder for untrusted files, removed at the end at any depth."""
     outer = os.path.realpath(tempfile.mkdtemp(prefix="shoal-"))
     work = os.path.join(outer, "work")
     os.mkdir(work)

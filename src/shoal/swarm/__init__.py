@@ -16,5 +16,5 @@ pending     offers that wait for verification
 peer        base class of every participant of a swarm
 claim_verification  claims of peers matched with own tasks
 generator   a peer that does not train; `answerers` answer for it
-node        the peer beside the buffer of a training run
+node        the peer that a training run takes groups from
 """

@@ -1,4 +1,4 @@
-"""Answerers of a generator: a frozen model behind an OpenAI-compatible URL, or a rule, which is a program.
+"""Answerers of a generator: a frozen model behind an OpenAI-compatible URL, or a rule (a program).
 
 A rule is `truth` or a user's `module:function`.
 """

@@ -1,7 +1,7 @@
-"""Questions with parts that are no text: their bytes travel by hash, and reach only nodes that read their type.
+"""Questions with attachments: bytes are stored by hash and fetched only by nodes that read their media type.
 
 A task that reads has a method `read` and the media types that it knows (`tasks.sdk`). The node fetches the attachments
-of a claim with the task's name, and checks size, hash and type. Then `read` makes a question of its own, in the task's
+of a claim with the task's name, and checks size, hash and type. Then `read` makes an own question, in the task's
 sandbox. Nothing else ever decodes an attachment. The truth is the peer's, and a checker compares with it.
 """
 
@@ -33,7 +33,7 @@ BEGINNINGS: Mapping[str, tuple[bytes, ...]] = {
     "audio/flac": (b"fLaC",),
     "audio/ogg": (b"OggS",),
 }
-"""First bytes of media types; bytes that begin otherwise are not what they are called."""
+"""First bytes of each media type; an attachment that begins differently is refused."""
 
 
 class AttachmentReader:
@@ -74,7 +74,7 @@ class AttachmentReader:
         return Claim(task.service, question, task.answer, modality=modality, attachments=tuple(attached))
 
     async def task(self, claim: Claim) -> Task | Reason:
-        """Makes an own training task of a peer's question with attachments. Fetches nothing that it would not read."""
+        """Makes an own training task of a peer's question with attachments. Fetches no attachment of an unread type."""
         reader = self._readers.get(claim.service)
         types = {one.media_type for one in claim.attachments}
         if reader is None or claim.modality == TEXT or not types <= reader.media:

@@ -1,4 +1,4 @@
-"""A node matches a peer's claim with one of its own tasks; implements `trust.Recogniser`.
+"""Matches a peer's claim with a task of this node; implements `trust.Recogniser`.
 
 The receipt of a procedural task is drawn again in a killable process with bounded memory and no files to write.
 Question and truth come from that draw. A claim that differs is a signed lie, unless other libraries drew it.
@@ -33,7 +33,7 @@ from shoal.types import Message, Receipt, Role, Split, Task
 
 
 class OwnTasks:
-    """Tasks of some services, matched with peers' claims. Use as a context manager: a child process may draw for it."""
+    """Matches peers' claims with the tasks of `services`. Use as a context manager: it may hold a child process."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class OwnTasks:
             if isinstance(service, JsonlService):
                 for split in Split:
                     self._listed.update({_question(task): (split, task) for task in service.tasks(split)})
-        # A drawer beside that of training: what a peer sends holds up nobody but peers.
+        # Separate from training's drawer, so peers' claims cannot delay training.
         draws = bool(self._specs) or self._bounds.datasets != "mine"
         self._drawer = ProceduralClient(limits.draw_s, boxed=True) if draws else None
 
@@ -108,7 +108,7 @@ class OwnTasks:
             split, task = self._listed.get(claim.question, (Split.TRAIN, None))
             if task is None:
                 return task_of_question(claim, self._bounds.checkers, self._limits.characters)
-            if task.answer != claim.truth:  # two files may differ without anybody lying
+            if task.answer != claim.truth:  # two honest nodes may have different files
                 return Reason.UNKNOWN_TASK
             return Reason.HELD_OUT if split is Split.EVAL else task
         spec = self._spec(claim.receipt)

@@ -1,12 +1,12 @@
-"""Digests of answers tell which were given before, under any peer's signature or by this node. Pure; bounded.
+"""Digests of answers detect repeats, under any peer's signature or of this node's answers. Pure; bounded.
 
 A new signature costs a peer nothing, so offers are compared by content. Long texts that are equal are copies: an offer
-counts if it has a long one that nobody gave before. Honest peers with one seed give the same short texts, as often as
+counts if it has a new long text. Honest peers with one seed give the same short texts, as often as
 they are likely; an offer of short texts counts unless all of them were in one earlier offer. An earlier offer with one
 more text is a copy too.
 
 A question counts a few times in a while, once per author, and earns its author praise once. This node's own answers
-are never taken back, whatever stands beside them.
+are never accepted from peers.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ MOST = 1 << 17
 MOST_OFFERS = 16
 """Offers of one question that are compared as a whole."""
 MOST_PER_QUESTION = 4
-"""Offers of one question that are taken in a while, whoever sends them."""
+"""Offers of one question taken in a while, from all peers together."""
 LONG = 32
 """Characters of a text that two authors do not write alike by chance."""
 

@@ -11,7 +11,7 @@ from itertools import islice
 from shoal.errors import ExchangeUnavailable
 
 MOST_BEHIND = 1024
-"""Frames of arrears that an exchange reads. One further behind skips to the newest half: old offers are worth little,
+"""Most unread frames of an exchange. One further behind skips to the newest half: old offers are worth little,
 and a large swarm sends more than a node can read."""
 MAX_ATTACHMENT_BYTES = 256 * 1024
 """Bytes of one attachment, such as an image."""
@@ -58,7 +58,7 @@ class MemoryExchange:
         self._swarm = swarm
         self._next = 0
         self.news, self.here = asyncio.Event(), asyncio.Event()
-        """Events that a frame has come, and that this exchange is not cut off."""
+        """Events: a frame arrived; this exchange is connected."""
         self.here.set()
 
     @property

@@ -21,7 +21,7 @@ from shoal.types import Split, seed_for
 MOST_FAILURES = 5
 """Consecutive failures, before the first shared group, after which a generator with a group limit gives up."""
 UNASKED = 0.1
-"""Weight of a task that nobody wants, beside 1 for a whole need."""
+"""Weight of a task that no peer wants; a full need weighs 1."""
 LOG = logging.getLogger(__name__)
 
 

@@ -24,7 +24,7 @@ class Invitation:
     name: str
     datasets: tuple[str, ...]
     credentials: str = ""
-    """File with the seed of the guest's nkey; empty where a token is the key, or none is needed."""
+    """File with the seed of the guest's nkey; empty if a token is the key, or none is needed."""
 
     @property
     def line(self) -> str:
@@ -62,7 +62,7 @@ def guest_key(path: Path) -> str:
 
 
 def _with_token(url: str, token: str) -> str:
-    """A server's URL with the token, unless it names somebody already."""
+    """A server's URL with the token, unless it has a user already."""
     parts = urlsplit(url)
     if not token or "@" in parts.netloc:
         return url

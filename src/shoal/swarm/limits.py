@@ -1,4 +1,4 @@
-"""Limits of what one question or answer of a peer may cost this node."""
+"""Limits on the cost of one question or answer of a peer."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class QuestionLimits:
     draw_s: float = 5.0
     """Seconds of one draw, or of one call of a conversation; reasoning-gym's slowest draws take under 3 s."""
     characters: int = 8000
-    """Length of question and truth up to which a peer's own settings are taken."""
+    """Most characters of question and truth together, for draws with a peer's settings."""
     attachment_bytes: int = 65536
     """Size up to which images and other attachments are fetched."""
 

@@ -36,7 +36,7 @@ CONNECT_TIMEOUT_S = 2
 PUBLISH_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 1.0
 CLOSE_TIMEOUT_S = 2.0
-"""Seconds for the last bytes of a connection; then it is cut. A server that stands still would never take them."""
+"""Seconds for the last bytes of a connection; then it is cut. A hung server would never take them."""
 PING_INTERVAL_S = 5
 """Seconds between pings. Two unanswered pings end the connection, because a cut cable reports nothing."""
 RETRY_S = (0.25, 4.0)
@@ -59,7 +59,7 @@ def _ends_when_cancelled() -> Iterator[None]:
     """Raises `CancelledError` after calls of nats-py in a cancelled task.
 
     nats-py swallows a cancellation in some of its waits, and so does Python 3.11 in `wait_for` when the awaited reply
-    came just before. The task would go on for ever, and whoever cancelled it would wait for it.
+    came just before. The task would never end, and its canceller would wait for it.
     """
     try:
         yield
@@ -70,9 +70,9 @@ def _ends_when_cancelled() -> Iterator[None]:
 
 
 class _TlsClient(Client):
-    """Client that ends a connection before it says anything, its token included, to a server without TLS.
+    """Client that disconnects from a server without TLS before it sends anything, such as its token.
 
-    nats-py goes on in plain text there, whatever the URL.
+    nats-py would continue in plain text, even for a tls:// URL.
     """
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
@@ -129,7 +129,7 @@ class NatsExchange:
             raise ExchangeUnavailable(f"the swarm's server put a frame into the stream {kept.stream!r}")
 
     async def attach(self, digest: str, data: bytes) -> None:
-        """Keeps bytes under a digest, in a stream beside that of the frames. Raises `ExchangeUnavailable`."""
+        """Keeps bytes under a digest, in a separate stream. Raises `ExchangeUnavailable`."""
         stream = self._reached()
         if len(data) > MAX_ATTACHMENT_BYTES:
             raise ExchangeUnavailable(
@@ -243,7 +243,7 @@ class NatsExchange:
                         connect_timeout=CONNECT_TIMEOUT_S,
                         ping_interval=PING_INTERVAL_S,
                         max_outstanding_pings=2,
-                        flush_timeout=PUBLISH_TIMEOUT_S,  # else nats-py waits for ever for room
+                        flush_timeout=PUBLISH_TIMEOUT_S,  # else nats-py waits for room without a bound
                         user_credentials=_where(options.credentials, jwt=True),
                         nkeys_seed=_where(options.credentials, jwt=False),
                     )
@@ -328,7 +328,7 @@ async def _close(client: Client) -> None:
 
 
 def _cut(client: Client) -> None:
-    """Ends a connection at once; unsent bytes are lost, and whoever waits for them goes on."""
+    """Ends a connection at once; unsent bytes are lost, and waits for them return."""
     writer = getattr(client._transport, "_io_writer", None)
     if writer is not None:
         writer.transport.abort()

@@ -186,7 +186,7 @@ class Node(Peer):
         }
 
     async def run(self) -> None:
-        """Listens, verifies and shares for ever."""
+        """Listens, verifies and shares until cancelled."""
         await self.beside(verifying=self._verify(), sharing=self._share())
 
     def _receive(self, message: VerifiedMessage, offer: Offer) -> None:

@@ -22,7 +22,7 @@ MAX_CALLS = 16
 MAX_ATTACHED = 4
 MAX_CHECKER_CHARACTERS = 16_384
 TEXT = "text"
-"""Modality of what is nothing but text; others are the first word of a media type, such as image."""
+"""Modality of plain text; other modalities are the first word of a media type, such as image."""
 MAX_NAME_CHARACTERS = 200
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
@@ -43,7 +43,7 @@ class GeneratorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Attached:
-    """A part of a question that is no text; its bytes travel by themselves, to nodes that read such a type."""
+    """A part of a question that is not text; its bytes are sent separately, to nodes that read its type."""
 
     digest: Digest
     """SHA-256 of the bytes."""
@@ -66,7 +66,7 @@ class Claim:
     checker: Annotated[str, Meta(max_length=MAX_CHECKER_CHARACTERS)] = ""
     """JSON object of checker and unit tests, for a question without a receipt; empty for tasks of other kinds."""
     modality: Name = TEXT
-    """Modality of the question; of one that a node does not know it reads nothing more."""
+    """Modality of the question; a node refuses questions of an unknown modality."""
     attachments: Annotated[tuple[Attached, ...], Meta(max_length=MAX_ATTACHED)] = ()
 
 

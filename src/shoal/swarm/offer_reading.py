@@ -1,4 +1,4 @@
-"""A node reads a peer's offer as answers to a task of its own, and scores them.
+"""Reads a peer's offer as answers to an own task, and scores them.
 
 Checks run in order of cost: the question is drawn again, conversations are played again, the text is encoded, the
 answers are scored. An answer that hangs costs one deadline and ends the reading. Checkers that cannot hang get the
@@ -27,14 +27,14 @@ from shoal.types import Reward, RewardStatus, Task
 
 @dataclass(frozen=True, slots=True)
 class ReadingLimits:
-    """Bounds of what is read of an offer: those of this node's own groups."""
+    """Bounds on reading an offer: those of this node's own groups."""
 
     row_tokens: int
     """Tokens of the longest row."""
     answer_tokens: int
     """Tokens of the longest answer, or turn of a conversation."""
     answers: int
-    """Answers of an offer that count; of more, as many are chosen at random."""
+    """Most answers of an offer; a larger offer is sampled at random."""
 
 
 def limits_of(config: Config, max_model_len: int) -> ReadingLimits:
@@ -52,7 +52,7 @@ class OfferReader:
     limits: ReadingLimits
     rng: random.Random
     threads: bool = True
-    """Whether long texts are encoded in a thread: a virtual clock knows nothing of threads."""
+    """Whether long texts are encoded in a thread; False under a virtual clock, which cannot wait for threads."""
 
     async def read(self, content: Offer) -> tuple[Encoded, Counter[Reason]] | Reason:
         """The answers that this node can read, and the refusals of the others; or why there is no such task."""
@@ -91,7 +91,7 @@ class OfferReader:
 
 
 def _has_prompt_checker(task: Task) -> bool:
-    """Whether a checker scores the task that no answer can keep busy; of a task without a checker nothing is known."""
+    """Whether the task's checker takes bounded time for any answer; False for a task without a checker."""
     with contextlib.suppress(TaskError):
         return is_prompt(task_spec(task))
     return False

@@ -35,7 +35,7 @@ INTAKE_PER_S = 60.0
 INTAKE_BATCH = 32
 """Frames between two rests of the intake."""
 MOST_AT_ONCE = 512
-"""Frames of one reading; a full one is a flood, of which frames may be dropped."""
+"""Most frames per reading; in a full reading (a flood) frames may be dropped."""
 FRAME_S = 0.5e-3
 """Seconds of a core that a frame may take; a slower frame counts as several. Most take 0.2 ms."""
 INTAKE_BURST_S = 16.0
@@ -43,7 +43,7 @@ INTAKE_BURST_S = 16.0
 OWN_COST = 0.25
 """Cost of reading an own frame, relative to another's: no signature is checked."""
 SENT_SHARE = 0.9
-"""Messages sent, relative to what peers admit from one author: what is above is lost to them."""
+"""Messages sent, as a fraction of the peers' rate limit per author; faster messages are dropped."""
 RETRY_S = 0.5
 """Seconds between two attempts to send."""
 MOST_WANTS = 512
@@ -112,7 +112,7 @@ class Peer:
         self._signer = Signer(joined.identity, self.swarm, next_session(self._folder, self._clock()))
 
     async def beside(self, **loops: Coroutine[None, None, None]) -> None:
-        """Listens and reports for ever, beside the named `loops` of a kind of peer."""
+        """Listens, reports and runs the named `loops` until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             for name, loop in {"listening": self._listen(), "reporting": self._report(), **loops}.items():
                 tasks.create_task(loop, name=f"swarm: {name}")
@@ -141,7 +141,7 @@ class Peer:
             write_whole(self._folder / name, text)
 
     def remembered(self, name: str) -> str:
-        """Reads a file of an earlier process; empty when there is none."""
+        """Reads a file of an earlier process; empty if missing."""
         path = self._folder / name
         with self._file(name):
             return path.read_text(errors="replace") if path.exists() else ""
@@ -210,7 +210,7 @@ class Peer:
                     self.ingress.refused[Reason.FLOODING] += 1
 
     async def _admit(self, frame: bytes) -> None:
-        """Passes what a frame says to its taker; then other tasks have their turn."""
+        """Admits a frame and passes its message on; then yields to other tasks."""
         loop_s, began_s, intake = asyncio.get_running_loop().time(), self._timer(), self._intake
         message = self.ingress.admit(frame, self._clock(), loop_s)
         intake.take(loop_s, 0.0)

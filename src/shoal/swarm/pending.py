@@ -1,7 +1,7 @@
 """Offers wait here for verification. Bounded.
 
-Places and turns go by author, so many offers of one author take nothing from the others. Established authors and the
-crowd of newcomers have half of the room each, and equal turns.
+Places and turns go by author, so many offers of one author take nothing from the others. Established authors and
+newcomers have half of the room each, and equal turns.
 """
 
 import random
@@ -27,7 +27,7 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
     def add(self, message: VerifiedMessage, content: Offer, is_newcomer: Callable[[str], bool]) -> list[str]:
         """Adds an offer; returns the authors of offers that had to make room.
 
-        Room is made by the author with the most offers, so nobody loses an only offer to an author with several.
+        The author with the most offers makes room, so an author's only offer is never displaced by one with several.
         """
         crowded_out = None
         if len(self._of.get(message.peer_id, ())) >= MOST_PER_AUTHOR:

@@ -1,4 +1,4 @@
-"""Tasks of the Python SDK in a swarm: a node takes peers' answers to those that it has, by name, digest and settings.
+"""Tasks of the Python SDK in a swarm: a node accepts answers to tasks that match its own name, digest and settings.
 
 Nodes with the same source and settings share a task; the digest is the SHA-256 of its name and source. A peer chooses
 nothing but a seed. A task's code reads peers' text, so it draws, plays and scores in a sandbox (`python_worker`).
@@ -55,7 +55,7 @@ Request: TypeAlias = DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
 
 
 class _OtherCourse(TaskError):
-    """The environment goes on otherwise than the conversation."""
+    """The environment's messages differ from those of the conversation."""
 
 
 class _Sandbox(BoxedChild):
@@ -168,7 +168,7 @@ class PythonTasks:
         return course if _asked_as_said(task, said, rollout, course) else Reason.OTHER_COURSE
 
     async def read(self, service: str, question: str, attachments: Sequence[bytes]) -> Question | Reason:
-        """Has the reader of an own task make its question of a peer's, in the sandbox."""
+        """Converts a peer's question with the `read` of an own task, in the sandbox."""
         own = self._of_service.get(service)
         if own is None:
             return Reason.UNKNOWN_TASK
@@ -180,7 +180,7 @@ class PythonTasks:
             return Reason.UNREADABLE
 
     def _claimed(self, claim: Claim) -> OwnTask | None:
-        """The own task of a claim; None where source or settings are others."""
+        """The own task of a claim; None if source or settings differ."""
         return None if claim.receipt is None else self._of_claim.get((claim.source, claim.receipt.config))
 
     async def _sandbox(self, own: OwnTask) -> _Sandbox:
@@ -219,7 +219,7 @@ class PythonTasks:
 
 
 def own_task(task: Definition) -> OwnTask:
-    """Finds the source of a task. Raises `TaskError` for a task that is at the top of no file."""
+    """Finds the source of a task. Raises `TaskError` for a task that is not at the top level of a file."""
     if list(inspect.signature(task.author.draw).parameters)[:2] == ["split", "index"]:
         raise TaskError(f"{task.name}: expected a `draw` from a random generator, so that a seed draws it again")
     module = inspect.getmodule(task.source)

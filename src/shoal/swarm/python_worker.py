@@ -129,7 +129,7 @@ class _Replay:
 
     @property
     def base_url(self) -> str:
-        """Raises `EnvironmentFailed`: nobody listens."""
+        """Raises `EnvironmentFailed`: there is no server."""
         raise EnvironmentFailed("a conversation that is played again has no URL")
 
     anthropic_base_url = base_url

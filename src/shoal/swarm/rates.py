@@ -52,7 +52,7 @@ class Recent(OrderedDict[K, V]):
 class Buckets:
     """Token buckets by name. Invariant: no name has its bucket full again sooner than its rate fills it.
 
-    Of `MOST_RATED` names only those with a full bucket are forgotten. When there are none, further names share one.
+    At `MOST_RATED` names, the least recent one is forgotten if its bucket is full; else new names share one bucket.
     """
 
     def __init__(self, rate_per_s: float, burst: float) -> None:

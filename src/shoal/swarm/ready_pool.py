@@ -1,7 +1,7 @@
 """Verified offers wait here for the steps that train them. Bounded, by author.
 
 When the pool is full, the author with the most offers makes room with its oldest. Newcomers have a small room of their
-own, in which the newest come in: they are verified for their record's sake too, so a crowd holds up nobody's record.
+own, in which the newest come in: they are verified for their record's sake too, so a crowd delays no other record.
 """
 
 import random

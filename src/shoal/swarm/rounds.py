@@ -1,6 +1,6 @@
 """Rounds of a swarm: counts of what peers send, bounded by author. Pure.
 
-A peer counts with as many offers per step as this node has groups, however many it sends.
+At most as many offers of one peer count per step as this node has groups.
 """
 
 from shoal.swarm.rates import Recent
@@ -19,7 +19,7 @@ class Rounds:
         self._left: Recent[str, int] = Recent(MOST_COUNTED)
 
     def read(self, author: str) -> None:
-        """Counts an offer of an author, whatever became of it."""
+        """Counts an offer of an author, accepted or refused."""
         left = self._left.get(author, self._per_author)
         self._left[author] = max(0, left - 1)
         self._read += left > 0
@@ -30,7 +30,7 @@ class Rounds:
         return self._read >= self._awaited
 
     def short(self) -> None:
-        """Ends a round without what is missing: a lost group makes one round short, not all that follow."""
+        """Ends a round with offers missing, so a lost group shortens one round and not all later ones."""
         self._awaited = min(self._awaited, self._read)
 
     def next(self) -> None:

@@ -52,7 +52,7 @@ class ServerOptions:
 
 
 def binary() -> str:
-    """Finds the nats-server beside this Python, else the system's. Raises `ConfigError`."""
+    """Finds the nats-server in this Python's folder, else the system's. Raises `ConfigError`."""
     beside = Path(sys.executable).with_name("nats-server")
     found = str(beside) if beside.is_file() else shutil.which("nats-server")
     if found is None:

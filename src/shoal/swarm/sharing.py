@@ -1,4 +1,4 @@
-"""Own groups that are to be shared wait here; the oldest makes room while the swarm is away. Bounded."""
+"""A bounded queue of own groups to share; when full (the swarm is away), it drops the oldest."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
-"""The status page shows what a peer wrote last, in a browser: `shoal swarm status RUN --page`.
+"""The status page shows a peer's newest status in a browser: `shoal swarm status RUN --page`.
 
-    GET /             the page; status.css and status.js beside it
+    GET /             the page; also status.css and status.js
     GET /api/status   the newest status.json of the peer
 
 Names of peers and models leave as JSON, and the script shows them as text.

@@ -7,7 +7,7 @@ Checks run in order of cost, and the first failure refuses the frame:
 
     size -> schema -> swarm -> ban -> signature -> time -> sequence -> rate -> decompression -> payload
 
-After the filter, the node checks that the claim is one of its own tasks. A receipt with another question or truth on
+After the filter, the node matches the claim with its tasks. A receipt with another question or truth on
 the same libraries is a signed lie, and its author is banned. Refusals are counted by reason. Acts that another peer
 could have committed (replay, forgery, floods under a stolen name) are never held against an author.
 
@@ -80,7 +80,7 @@ class TrustLimits:
     """Share of a core for decompressing and decoding one author's bodies; all newcomers together have the same."""
     author_burst_s: float = 1.0
     first_established: int = 6
-    """Newcomers that become established without a wait, in a swarm where nobody is known yet."""
+    """Newcomers that become established without a wait, in a swarm without established authors."""
     established_per_s: float = 2 / 3600
     authors: int = 4096
     """Records of newcomers, and of established authors; the longest silent are forgotten."""
@@ -262,7 +262,7 @@ class IngressFilter:
             self._establish(peer_id, author)
 
     def vouch(self, peer_id: str) -> None:
-        """Makes a peer established whom people, or an earlier process, know."""
+        """Makes a peer established that people or an earlier process vouch for."""
         if peer_id not in self._established:
             author = self._record(peer_id)
             author.good = max(author.good, 2 * ESTABLISHED)

@@ -15,7 +15,7 @@ STOP_GSM8K = "####"
 
 
 class NothingToScore(ValueError):
-    """A row without anything to score answers by: a gap in the data and no mistake of its writer."""
+    """A row without an answer or tests to score by; a gap in the data, not an error of its writer."""
 
 
 def canonical(row: Row) -> tuple[Row, str]:

@@ -1,7 +1,7 @@
 """The main process's side of drawing reasoning-gym questions; `shoal.tasks.procedural_worker` is the other side.
 
 A child process draws, for four reasons. Questions are reproducible only under a fixed PYTHONHASHSEED (see
-`shoal.procedural`). Some settings make a generator loop for ever. Some generators print or run snippets. The import
+`shoal.procedural`). Some settings make a generator loop without end. Some generators print or run snippets. The import
 takes a second and 110 MB. The child holds no state that a draw depends on, so it may be killed at any moment.
 """
 
@@ -159,7 +159,7 @@ class ProceduralClient:
         """Ends the child at once, also in the middle of a draw of another thread, which gets a `NoReply`."""
         self._closed = True
         if (child := self._child) is not None:
-            child.kill()  # who waits for it, at worst for the start of the next one, would keep its turn
+            child.kill()  # else a caller that waits for the child, or for the next one to start, keeps its turn
         with self._turn:
             try:
                 self._discard()

@@ -1,4 +1,4 @@
-"""Draws procedural tasks in a process of its own, `python -m shoal.tasks.procedural_worker --fd N`."""
+"""Draws procedural tasks in a separate process, `python -m shoal.tasks.procedural_worker --fd N`."""
 
 import json
 import resource

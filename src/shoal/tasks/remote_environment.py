@@ -15,7 +15,7 @@ from shoal.types import Outcome, Reward, RewardStatus, Split, Task
 DRAW_TIMEOUT_S = 30.0
 SCORE_TIMEOUT_S = 60.0
 MARGIN_S = 1.0
-"""Seconds after a rollout's deadline at which its job ends, if nobody has cancelled it."""
+"""Seconds after a rollout's deadline at which its job ends, unless cancelled before."""
 RETRIES = 3
 RETRY_S = 0.5
 R = TypeVar("R")
@@ -69,7 +69,7 @@ class RemoteEnvironment(Environment):
             raise TaskError(f"{self.name}: no question at {split}/{index}: {error}") from error
 
     async def drawn(self, split: Split, index: int) -> Task:
-        """The task at `index`, under the run's own name, as soon as somebody serves it. Raises `EnvironmentFailed`."""
+        """The task at `index`, under the run's own name, as soon as a worker serves it. Raises `EnvironmentFailed`."""
         try:
             return await self._server.done(self._draw(split, index))
         except (PolicyFailed, EnvironmentFailed) as error:

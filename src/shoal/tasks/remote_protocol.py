@@ -63,7 +63,7 @@ class DrawJob(msgspec.Struct, frozen=True, tag="draw"):
     index: int
     lease: str = ""
     deadline_s: float = 0.0
-    """Seconds from now after which nobody waits for the result."""
+    """Seconds from now until the result is no longer awaited."""
 
 
 class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
@@ -85,7 +85,7 @@ class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Nobody waits for a job any more."""
+    """Cancels a job."""
 
     lease: str
 
@@ -152,7 +152,7 @@ def document() -> dict[str, object]:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A submitted job. Invariant: one worker at a time has it; who waits no more cancels the result."""
+    """A submitted job. Invariant: one worker at a time has it; a caller that stops waiting cancels the result."""
 
     id: str
     job: Job
@@ -169,7 +169,7 @@ class Worker:
     outgoing: "asyncio.Queue[Job | Cancel]" = field(default_factory=asyncio.Queue)
 
     async def feed(self, waiting: "asyncio.Queue[Lease]", most: int) -> None:
-        """Gives waiting jobs to the worker for ever, at most so many at once."""
+        """Gives waiting jobs to the worker until cancelled, at most `most` at once."""
         room, clock = asyncio.Semaphore(most), asyncio.get_running_loop().time
         while True:
             await room.acquire()

@@ -1,4 +1,4 @@
-"""The task server: a run's registry of environments in other processes, in a thread of its own.
+"""The task server: a run's registry of environments in other processes, in a separate thread.
 
     GET /openapi.json    the protocol, for other languages
     GET /v1/status       services and their workers
@@ -136,7 +136,7 @@ class TaskServer(RunServer):
         self.on_workers(name, self.served[name].is_set())
 
     def _gone(self, name: str) -> None:
-        """Nobody has served a task for long: what waits for a worker is given up, with the places that it takes."""
+        """Gives up the jobs that wait for a worker, and their places, after `away_s` without one."""
         self.served[name].clear()
         self.services[name].give_up(NO_PROCESS)
         self.on_workers(name, False)

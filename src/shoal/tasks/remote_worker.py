@@ -1,7 +1,7 @@
 """A worker: connects to a run, does the jobs that it gets, and returns the results.
 
-A worker listens on no port. While the run is away it goes on trying to connect; its jobs are dropped, since others do
-them now.
+A worker listens on no port. While the run is away it keeps reconnecting; its jobs are dropped, since other workers
+get them.
 """
 
 import asyncio

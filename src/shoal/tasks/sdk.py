@@ -17,7 +17,7 @@
             return [len(set(answers)) / len(answers)] * len(answers)
 
         media = ("image/png",)                            # optional: types of peers' attachments that `read` reads
-        def read(self, question, attachments):            # optional: a question of one's own for a peer's
+        def read(self, question, attachments):            # optional: an own question for a peer's
             return Question(as_text(attachments[0]))      # attachments are bytes; ValueError refuses them
 
 `draw` gets a generator whose seed is the hash of the task's name, the split and the index. A question that belongs to
@@ -90,7 +90,7 @@ class Definition(Environment):
     seed: int = 0
     """Moves the training questions only."""
     system_prompt: str = ""
-    """Stands before questions without one of their own."""
+    """Precedes questions that have no system message."""
     rewrite: Sequence[tuple[str, str]] = ()
     """Pairs that shorten each message of the task to the model."""
 

@@ -1,8 +1,8 @@
-"""Manifest of a Version: its files as shards, which their hashes name. Differences of shards between two Versions.
+"""Manifest of a Version: its files as shards named by their hashes. Also computes differences of shards.
 
 A shard is a stretch of a file. Versions of one model lay out their tensors alike, so the shard at the same place in an
-older Version has the same numbers before training. The bytes of both differ in few bits: XOR, sorted by the position of
-each byte within its number, compresses to a fraction.
+older Version has the same numbers before training. Both differ in few bits: their XOR, sorted by the position of each
+byte within its number, compresses to a fraction.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from shoal.net.zstd import decompressed
 
 SHARD_BYTES = 4 << 20
 LEVEL = 1
-"""Level of zstd: higher ones take longer than they save on a fast network."""
+"""Level of zstd: higher levels take longer than they save on a fast network."""
 WHOLE, DELTA = b"\0", b"\1"
 """First byte of an encoded shard."""
 WIDTHS = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2}
@@ -29,7 +29,7 @@ MOST_HEADER_BYTES = 100 << 20
 
 Digest = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
-"""Name of a file without a folder: nothing that comes from elsewhere names a path."""
+"""Name of a file without a folder: received names must not contain paths."""
 Size = Annotated[int, msgspec.Meta(ge=0, le=SHARD_BYTES)]
 
 
@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SignedManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Manifest as the run signed it."""
+    """Manifest with the run's signature."""
 
     manifest: bytes
     signature: bytes
@@ -113,7 +113,7 @@ def width_of(path: Path) -> int:
 
 
 def encoded(shard: bytes, base: bytes | None, width: int) -> bytes:
-    """Bytes to send for a shard: its difference to the receiver's `base`, or itself where that is no longer.
+    """Bytes to send for a shard: its difference to the receiver's `base`, or the shard itself if not longer.
 
     >>> len(encoded(b"abcd" * 1000, b"abcd" * 1000, 4)), len(encoded(b"abcd" * 1000, None, 4))
     (21, 4001)

@@ -1,8 +1,8 @@
 """Pull of Versions onto the disk of another host than the run's.
 
-Each Version has a folder, as in the run directory. Shards that the newest Version here has as well are
-copied; of others the difference is fetched, or the whole. Each is checked by its hash before it is written: a
-difference that does not fit, from a damaged or an outdated copy, is replaced by the whole shard.
+Each Version has a folder, as in the run directory. Shards that the newest local Version has are copied; others are
+fetched, as a difference or whole. Each is checked by its hash before it is written: if a difference does not fit,
+because the local copy is damaged or outdated, the whole shard is fetched.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from shoal.weights.manifest import (
 )
 
 AT_ONCE = 4
-"""Shards fetched at the same time: a slow link is full, and little waits in memory."""
+"""Shards fetched at the same time: enough to fill a slow link, few enough to use little memory."""
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class Pulled:
 
 
 class VersionPuller:
-    """Versions of one run, kept below a folder; `key` is the run's, which signs them."""
+    """Versions of one run, kept below a folder; `key` is the public key of the run, which signs them."""
 
     def __init__(self, client: Client, folder: Path, key: bytes) -> None:
         self.client, self._folder, self._key = client, folder, key
@@ -56,10 +56,10 @@ class VersionPuller:
         return self._folder / f"v{version}"
 
     async def pull(self, version: int) -> Path:
-        """Folder with the files of a Version, fetched as far as they are not here.
+        """Folder with the files of a Version; fetches missing files.
 
-        Raises `EngineUnavailable` when the run does not answer, has it no longer or gives other bytes, and when nothing
-        can be written here: trying again, or a newer Version, may help.
+        Raises `EngineUnavailable` when the run does not answer, no longer has the Version or sends other bytes, and
+        when the disk cannot be written: a retry or a newer Version may succeed.
         """
         async with self._turn:
             target = self.directory_of(version)
@@ -93,7 +93,7 @@ class VersionPuller:
         return signed.opened(self._key, version)
 
     def remove_before(self, version: int) -> None:
-        """Removes older Versions, but for the one with which the run began."""
+        """Removes older Versions except the initial one."""
         for path in self._folder.glob("v*[0-9]"):
             if 0 < int(path.name[1:]) < version:
                 shutil.rmtree(path, ignore_errors=True)
@@ -121,7 +121,7 @@ class VersionPuller:
             except* (WireError, OSError, EngineUnavailable) as errors:
                 raise _first(errors) from None
             await asyncio.to_thread(_replace, unfinished, target)
-        finally:  # of a pull that failed nothing stays; one that succeeded has given the folder its name
+        finally:  # removes a failed pull; a successful one has renamed the folder
             shutil.rmtree(unfinished, ignore_errors=True)
 
     async def _shard(self, file: VersionFile, index: int, before: Mapping[str, tuple[WeightShard, ...]]) -> bytes:
@@ -167,7 +167,7 @@ def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 def _lies_at(target: Path, manifest: Manifest) -> bool:
-    """Whether an earlier process left a Version there, whole."""
+    """Whether an earlier process left a complete Version there."""
     return target.is_dir() and manifest_of(manifest.version, target) == manifest
 
 
@@ -187,7 +187,7 @@ def _write(path: Path, offset: int, data: bytes) -> None:
 
 
 def _replace(unfinished: Path, target: Path) -> None:
-    """Gives a folder its name once its files are on the disk."""
+    """Renames a folder once its files are synced to disk."""
     for path in unfinished.iterdir():
         sync(path)
     shutil.rmtree(target, ignore_errors=True)

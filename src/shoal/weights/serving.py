@@ -1,9 +1,9 @@
 """Versions over HTTP, for hosts that share no directory with the run.
 
-    GET /v1/versions/N              the signed manifest of a Version; 0 is the model with which the run began
-    GET /v1/shards/DIGEST?base=D    a shard, as a difference to the shard D that the asker has where that is smaller
+    GET /v1/versions/N              the signed manifest of a Version; 0 is the initial model
+    GET /v1/shards/DIGEST?base=D    a shard, as a difference to the client's shard D if that is smaller
 
-Hashes are computed when somebody asks first, so a run on one machine computes none.
+Hashes are computed on the first request, so a run on one machine computes none.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ from shoal.net.server import Refused, json
 from shoal.weights.manifest import SHARD_BYTES, Manifest, SignedManifest, encoded, manifest_of, signed
 
 KEPT_MANIFESTS = 256
-"""Newest manifests kept, besides that of the model with which the run began."""
+"""Newest manifests kept, in addition to the initial model's."""
 KEPT_SHARDS = 64
-"""Encoded shards kept for the next asker: engines ask for the same ones at about the same time."""
+"""Encoded shards kept in a cache: engines request the same ones at about the same time."""
 AT_ONCE = 4
 """Shards read and compressed at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a shard lies."""
+    """Location of a shard."""
 
     file: Path
     offset: int
@@ -59,7 +59,7 @@ class VersionServer:
         self._store, self._model_dir, self._identity = store, model_dir, identity
         self._manifests: dict[int, asyncio.Task[SignedManifest]] = {}
         self._places: dict[str, list[_Place]] = {}
-        """Places of each shard: Versions that are alike in a shard come and go by themselves."""
+        """Places of each shard: Versions that share a shard are removed independently."""
         self._encoded: OrderedDict[tuple[str, str], asyncio.Task[bytes]] = OrderedDict()
         self._working = asyncio.Semaphore(AT_ONCE)
         self.sent_bytes = 0

@@ -1,4 +1,4 @@
-"""Store of Versions on disk: each is written in one rename and recognised by its checksum.
+"""Store of Versions on disk: each appears by an atomic rename and is recognised by its checksum.
 
     <run_dir>/weights/v7/model.safetensors    the tensors, or adapter_model.safetensors with adapter_config.json
     <run_dir>/weights/v7/checksum             of the file above
@@ -101,7 +101,7 @@ def _name_in(directory: Path) -> str:
 
 
 def write_model(model_dir: Path, weights: Path, run_dir: Path) -> None:
-    """Writes the trained model as a Hugging Face directory: settings and tokenizer of the original, other weights.
+    """Writes the trained model as a Hugging Face directory: the original's settings and tokenizer, new weights.
 
     `weights` is the folder of a Version, with merged weights or an adapter. An adapter goes to `adapter/`, and the
     trainer writes the other form afterwards. Raises `RunDirError`.

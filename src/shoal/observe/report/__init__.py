@@ -22,7 +22,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     """Writes report.png and report.html into `run_dir` and returns their paths.
 
     The report of a run without a step says so. A running run is not disturbed. Raises `RunDirError` for a directory
-    that is no run directory or cannot be written.
+    that is not a run directory or cannot be written.
     """
     from shoal.observe.report.figure import figure_png, figures_svg
     from shoal.observe.report.page import page_html

@@ -38,7 +38,7 @@ WINDOWS_PER_RUN = 12
 MOST_NAMED = 8
 COLUMNS = 3
 FEW_POINTS = 20
-"""Up to so many points of a line are marked."""
+"""Lines of at most this many points have markers."""
 
 
 def figure_png(run: RunRecords) -> bytes:
@@ -80,7 +80,7 @@ def figures_svg(run: RunRecords) -> list[tuple[str, str, str]]:
 
 
 def charts_of(run: RunRecords) -> list[Chart]:
-    """The charts of a picture; those of the swarm where a run had peers."""
+    """The charts of a picture, with those of the swarm if the run had peers."""
     in_swarm = any("peers" in step for step in run.steps)
     return drawn((*OVERVIEW, *SWARM) if in_swarm else OVERVIEW, {run.name: run})
 

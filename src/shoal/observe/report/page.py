@@ -48,7 +48,7 @@ def page_html(
 
 
 def result_html(run: RunRecords, png: bytes) -> str:
-    """Builds what a notebook shows of a finished run: the picture, the figures and the answers."""
+    """Builds a notebook's view of a finished run: the picture, the figures and the answers."""
     return PAGES.get_template("result.html").render(**_of(run), picture=base64.b64encode(png).decode())
 
 

@@ -13,7 +13,7 @@ HOUR_S = 3600
 
 
 class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Prices of an hour, in any currency; None is not asked."""
+    """Prices of an hour, in any currency; None leaves a price out."""
 
     run: str = ""
     core_hour: float | None = None
@@ -30,7 +30,7 @@ class Cost:
 
     run: str
     core_hours: float | None
-    """None for a run that does not say how many cores its machine has."""
+    """None if the run did not record how many cores its machine has."""
     gpu_hours: float | None
     engine_hours: float
     """Hours in which the engine computed."""
@@ -98,7 +98,7 @@ def _hours(machine: Record, part: str, wall_s: float) -> float | None:
 
 
 def _weighed(values: list[float], seconds: list[float]) -> float:
-    """Sum of rates times their seconds; what is not known counts nothing."""
+    """Sum of rates times their seconds; missing values count as 0."""
     return math.fsum(known(value * took for value, took in zip(values, seconds, strict=True)))
 
 

@@ -1,6 +1,6 @@
 """Held-out questions across time: their rewards at each evaluation, and their answers then.
 
-Of a long run at most `MOST_EVALUATIONS` evaluations are read, the first and the newest among them.
+At most `MOST_EVALUATIONS` evaluations of a run are read, including the first and the newest.
 """
 
 from collections import defaultdict
@@ -22,7 +22,7 @@ PER_PAGE = 50
 
 
 class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which questions are wanted, in which order."""
+    """Query: which questions, in which order."""
 
     run: str = ""
     text: str = ""

@@ -1,9 +1,9 @@
-"""A run's rollouts in a table of the viewer's own, so that any of a million are found without reading all bodies.
+"""The viewer's index of a run's rollouts: finds any of a million without reading all bodies.
 
-A thread reads the log a few groups at a time, newest first, then its archive, and then what is added. Each reading is
-a short snapshot, so that the run's own writing is never held up. Bodies stay where they are, and are found there by
-their numbers; the table is a temporary file. Steps are numbered as in metrics.jsonl, from 1. A log without a -wal file
-has no writer, and is opened so that not even SQLite puts a file beside it.
+A thread reads the log a few groups at a time, newest first, then its archive, then new groups. Each read is a short
+snapshot, so that it never blocks the run's writer. The index is a temporary file; bodies stay in the log and are looked
+up by number. Steps are numbered as in metrics.jsonl, from 1. A log without a -wal file has no writer and is opened so
+that SQLite creates no files in the run directory.
 """
 
 import sqlite3
@@ -30,7 +30,7 @@ GROUPS_AT_ONCE = 64
 POLL_S = 1.0
 PER_PAGE = 50
 TEXT_SEARCH_S = 5.0
-"""Longest search for a text in bodies; what was found until then is shown."""
+"""Longest search for a text in bodies; then the page shows the hits so far."""
 UNREADABLE = "unreadable"
 _SCHEMA = """
 CREATE TABLE rollouts(seq INTEGER, position INTEGER, task TEXT, status TEXT, reason TEXT, reward REAL, tokens INTEGER,
@@ -60,7 +60,7 @@ _ORDERS = {
 
 
 class Filter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which rollouts are wanted, in which order; what is None or empty is not asked."""
+    """Query: which rollouts, in which order; None or empty fields do not filter."""
 
     run: str = ""
     task: str = ""
@@ -118,10 +118,10 @@ class Found:
 
     rows: list[Row]
     total: int | None
-    """None where a text was looked for: that is not counted to the end."""
+    """None for a search by text, which does not count all hits."""
     more: bool
     gave_up: bool
-    """Whether the search for a text took too long."""
+    """Whether the search for a text ran out of time."""
 
 
 class RolloutIndex:
@@ -131,7 +131,7 @@ class RolloutIndex:
         self.problem = ""
         """Why the log cannot be read; empty when it can."""
         self.complete = False
-        """Whether all that the log had was read once."""
+        """Whether the thread has read the whole log once."""
         self._run_dir, self._file = run_dir, file
         self._low = self._high = self._step = -1
         self._shards: set[str] = set()
@@ -148,7 +148,7 @@ class RolloutIndex:
         self._thread.join()
 
     def search(self, wanted: Filter) -> Found:
-        """A page of what is wanted. Raises `RunDirError`."""
+        """A page of the rollouts that match. Raises `RunDirError`."""
         conditions, values = wanted.where()
         matching = f"FROM rollouts AS found {'WHERE ' if conditions else ''}{' AND '.join(conditions)}"
         keys: list[tuple[int, int]] = []
@@ -186,11 +186,11 @@ class RolloutIndex:
             return RawGroup(*(*row, tuple(body for (body,) in connection.execute(bodies, (seq,)))))
 
     def tasks(self) -> list[str]:
-        """Names of the tasks that there are rollouts of."""
+        """Names of the tasks that have rollouts."""
         return [name for (name,) in self._all("SELECT DISTINCT task FROM rollouts ORDER BY 1")]
 
     def lacks(self, step: int | None) -> bool:
-        """Whether rollouts of a step, or of any, may still come from what was written already."""
+        """Whether rollouts of a step, or of any step, may be written but not indexed yet."""
         return not self.complete or (step or 0) > (self._all("SELECT MAX(step) FROM rollouts")[0][0] or 0)
 
     def count(self) -> int:
@@ -203,11 +203,11 @@ class RolloutIndex:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection to the table with the log beside it. Raises `RunDirError`."""
+        """A connection to the table with the log attached. Raises `RunDirError`."""
         try:
             with closing(sqlite3.connect(self._file, uri=True, isolation_level=None)) as connection:
                 connection.execute("ATTACH ? AS log", (log_uri(self._run_dir),))
-                connection.execute("BEGIN")  # what is in the log and what was moved out of it, at one moment
+                connection.execute("BEGIN")  # one snapshot of the log and its list of shards
                 names = connection.execute("SELECT name FROM log.shards").fetchall()
                 files = [self._run_dir / archive.FOLDER / name for (name,) in names]
                 connection.create_function("moved_value", 2, archive.moved_value(files, self._spans))
@@ -229,7 +229,7 @@ class RolloutIndex:
                     self._stop.wait(POLL_S)
 
     def _catch_up(self, index: sqlite3.Connection) -> bool:
-        """Reads some groups that are not in the table yet; whether there were any."""
+        """Indexes the next few groups; returns False if there were none."""
         with reading(self._run_dir) as log:
             if self._high < 0:
                 self._high = self._low = log.execute("SELECT COALESCE(MAX(finished_seq), 0) FROM groups").fetchone()[0]
@@ -254,7 +254,7 @@ class RolloutIndex:
         return bool(groups or new)
 
     def _settle(self, index: sqlite3.Connection, log: sqlite3.Connection) -> None:
-        """Says of groups that were read before which step consumed them, or why they were dropped."""
+        """Updates indexed groups with the step that consumed them or the reason why they were dropped."""
         consumed = log.execute(
             "SELECT step + 1, version, finished_seq FROM consumed JOIN steps USING (step) WHERE step > ?", (self._step,)
         ).fetchall()
@@ -265,7 +265,7 @@ class RolloutIndex:
         index.executemany("UPDATE groups SET dropped = ? WHERE id = ?", ended)
 
     def _read_shard(self, index: sqlite3.Connection, name: str) -> None:
-        """Puts the rows of a file of the archive into the table, over those that were read from the log."""
+        """Inserts the rows of an archive file, replacing those read from the log."""
         with closing(sqlite3.connect(":memory:")) as log:
             log.executescript(SCHEMA)
             archive.attach_files(log, [self._run_dir / archive.FOLDER / name])
@@ -302,7 +302,7 @@ class _Reward(msgspec.Struct):
 
 
 class RolloutFigures(msgspec.Struct):
-    """The parts of a rollout that are in the table; decoding the others as well takes three times as long."""
+    """The indexed parts of a rollout; decoding all parts takes three times as long."""
 
     turns: list[_Turn]
     reward: _Reward

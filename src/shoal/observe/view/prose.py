@@ -1,8 +1,8 @@
 """Texts of models as HTML: markdown, code and mathematics, without a link, an image or a script.
 
-Three walls, each enough by itself: markdown-it makes no HTML of HTML, nh3 lets a short list of tags through and hardly
-an attribute, and the page's policy runs no script but the page's own. Links stay as written. LaTeX becomes MathML,
-which browsers draw themselves.
+Three independent defences, each sufficient: markdown-it escapes HTML, nh3 admits a short list of tags and few
+attributes, and the page's policy runs only its own scripts. Links stay as written. LaTeX becomes MathML, which browsers
+draw natively.
 """
 
 import html
@@ -26,7 +26,7 @@ MOST_FORMULA_CHARACTERS = 1000
 MOST_FORMULAS = 100
 """Formulas of one text; later ones stay as written."""
 MOST_MARKS, MOST_MARKS_OF_A_PAGE = 3000, 9000
-"""Characters with a meaning in markdown. A text with more is shown as written: 3,000 take up to 65 ms."""
+"""Most markdown characters of a text; one with more is shown as written. 3,000 take up to 65 ms."""
 FORMULAS = ("math_inline", "math_inline_double", "math_block", "amsmath")
 BRACKETS = {r"\(": r"\)", r"\[": r"\]"}
 TEXT_TAGS = frozenset(
@@ -55,7 +55,7 @@ _TAG = re.compile(r"</?([A-Za-z][^\s/>]*)")
 
 
 def visible(text: object) -> str:
-    """Spells out the control, direction and zero-width characters of a text, so that they are seen, not obeyed.
+    """Escapes the control, direction and zero-width characters of a text, so that they are visible and have no effect.
 
     >>> visible("a\\u202eb")
     'a\\\\u202eb'
@@ -91,16 +91,16 @@ def markdown_of_a_page() -> Iterator[None]:
 
 
 def _formula(_renderer: RendererHTML, tokens: Sequence[Token], at: int, _options: object, env: dict[str, Any]) -> str:
-    """Renders a formula as MathML; what no formula can be made of stays as written."""
+    """Renders a formula as MathML; text that fails to parse stays as written."""
     token = tokens[at]
     in_line = token.type == "math_inline"
     env["formulas"] += 1
     if env["formulas"] <= MOST_FORMULAS and len(token.content) <= MOST_FORMULA_CHARACTERS:
         try:
             mathml: str = convert(token.content.strip(), display="inline" if in_line else "block")
-        except Exception:  # the parser fails on text that is no LaTeX in ways of its own
+        except Exception:  # the parser raises many kinds of errors on invalid LaTeX
             mathml = ""
-        # The parser hands texts in formulas on as they are, tags included.
+        # The parser does not escape tags in a formula's text.
         if mathml and set(_TAG.findall(mathml)) <= MATH_TAGS:
             return mathml if in_line else f"{mathml}\n"
     mark = "" if token.type == "amsmath" else token.markup

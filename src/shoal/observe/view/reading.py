@@ -14,9 +14,9 @@ from shoal.types import Message, Role, Task, ToolCall
 
 GLANCE_CHARACTERS = 160
 LEAST_SHARED = 24
-"""Characters from which on a beginning that questions share is left out."""
+"""Questions' shared beginnings of at least this many characters are left out."""
 MOST_CHARACTERS = 20_000
-"""Length from which on the middle of a text is left out."""
+"""Longer texts are shown without their middle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def asked(group: RawGroup) -> Task | None:
 
 
 def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
-    """One rollout, without the question that all of its group begin with."""
+    """One rollout, without the question that its group shares."""
     try:
         one = decode_rollout(body)
     except WireError as error:
@@ -71,7 +71,7 @@ def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
 
 
 def said(message: Message) -> Said:
-    """One message, its thought apart from what is answered."""
+    """One message, with thought and answer apart."""
     thought, text = message.reasoning, message.content
     if message.role is Role.ASSISTANT and not thought and "</think>" in text:
         whole = parted(text)
@@ -80,7 +80,7 @@ def said(message: Message) -> Said:
 
 
 def glances(rows: Sequence[Row]) -> list[Glance]:
-    """Rows as lines of a list: equal answers in one line, and questions without the beginning that a task's share."""
+    """Rows as lines of a list: equal answers are merged, and a task's questions lose their shared beginning."""
     alike = defaultdict[tuple[object, ...], list[tuple[Row, tuple[str, str, str]]]](list)
     asked = defaultdict[str, set[str]](set)
     for row in rows:

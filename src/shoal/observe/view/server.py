@@ -56,7 +56,7 @@ WAIT_S = 0.2
 COOKIE = "shoal_view"
 HEADERS = {
     **PAGE_HEADERS,
-    # plotly.js lays its charts out with styles of its own; scripts come from here alone, and none is inline.
+    # plotly.js sets inline styles; scripts come only from this server, never inline.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
 }
@@ -78,7 +78,7 @@ T = TypeVar("T")
 
 
 class Place(msgspec.Struct, forbid_unknown_fields=True):
-    """Which group, which answer of it, and which of its tokens."""
+    """Query: a group, one of its answers, and a page of its tokens."""
 
     seq: int
     run: str = ""
@@ -101,7 +101,7 @@ class ViewServer:
     """`app` is the ASGI application over some runs."""
 
     def __init__(self, runs: Mapping[str, WatchedRun], folder: Path, *, token: str = "", host: str = "") -> None:
-        """Tables of the runs' rollouts are made in `folder`, which is no run's. Without runs, `show` has to follow."""
+        """Rollout indexes are made in `folder`, outside any run directory. Without runs, call `show` later."""
         self._token, self._folder = token.encode(), folder
         self.show(runs)
         self._extras: dict[str, Extras] = {}
@@ -129,7 +129,7 @@ class ViewServer:
         )
 
     def show(self, runs: Mapping[str, WatchedRun]) -> None:
-        """Shows runs from now on; while there are none, every page waits for them."""
+        """Sets the runs to show; with no runs every page says that it waits."""
         self._runs = runs
         self._indexes = {
             name: RolloutIndex(run.run_dir, self._folder / f"{number}.sqlite")
@@ -137,12 +137,12 @@ class ViewServer:
         }
 
     def close(self) -> None:
-        """Ends the reading of logs."""
+        """Ends the threads that read logs."""
         for index in self._indexes.values():
             index.close()
 
     async def _answered(self, http: Request, answer: RequestResponseEndpoint) -> Response:
-        """Answers those who know the token, by a cookie that the first visit with `?token=` sets."""
+        """Answers requests with the token's cookie, which the first visit with `?token=` sets."""
         if self._is_token(http.cookies.get(COOKIE, "")):
             ready = self._runs or http.url.path.startswith("/static/")
             response = await answer(http) if ready else self._page(http, "waiting.html")

@@ -1,4 +1,4 @@
-"""A node in its swarm: its newest status, and how peers' groups stand beside its own."""
+"""A node in its swarm: its newest status, and its peers' groups compared with its own."""
 
 import time
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def swarm_status(run_dir: Path) -> Mapping[str, object] | None:
 
 
 def influence(run: RunRecords) -> str:
-    """Sentence on what peers' groups brought to the last steps; empty for a run that trained none."""
+    """Sentence on the contribution of peers' groups to the last steps; empty for a run that trained none."""
     groups, theirs, own = (lately(run, name) for name in ("external", "reward_external", "reward"))
     if not groups or theirs is None or own is None:
         return ""

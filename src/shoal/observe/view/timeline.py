@@ -1,7 +1,7 @@
 """Timeline of a run's newest steps: bars of work and of waiting.
 
-The trainer's bars are measured one after the other. Of the others a step knows a share or a length only; their bars
-begin with the step.
+The trainer's bars are measured in sequence. The other lanes have only a share or a duration per step; their bars begin
+with the step.
 """
 
 from dataclasses import dataclass

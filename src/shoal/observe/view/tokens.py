@@ -13,7 +13,7 @@ from shoal.observe.token_files import TrainedToken
 SHADES = 9
 MOST_LOG_RATIO = 50.0
 AROUND_ZERO = {"advantage": 0.0, "gradient": 0.0, "ratio": math.log(1.1)}
-"""Numbers whose colours are even on both sides of nothing, and the least that the strongest colour stands for."""
+"""Numbers with colours symmetric around zero; each value is the smallest range of its scale."""
 GIVEN, TRAINED, LATE, UNUSED = "given", "trained", "masked: too old", "not trained"
 USELESS = "no gradient: every advantage of its row is 0"
 By: TypeAlias = Literal["logprob", "version", "ratio", "advantage", "entropy", "gradient", "fate"]
@@ -100,7 +100,7 @@ def tokens_of(
 def shades(tokens: Sequence[Token], by: By) -> list[str]:
     """A CSS class for each token: n is no number, 0 the least to 8 the most.
 
-    Of advantages, gradients and ratios, 4 is none.
+    For advantages and gradients 4 is zero; for ratios it is 1.
     """
     if by == "fate":
         shade = {GIVEN: "n", TRAINED: "8", UNUSED: "4", USELESS: "4", "capped": "6"}
@@ -114,7 +114,7 @@ def shades(tokens: Sequence[Token], by: By) -> list[str]:
         most = max(abs(least), abs(most), AROUND_ZERO[by])
         least = -most
     elif by == "logprob":
-        least, most = max(least, -8.0), 0.0  # below, one token in 3000, is all the same to the eye
+        least, most = max(least, -8.0), 0.0  # e^-8, one in 3000: lower probabilities share one shade
     span = (most - least) or 1.0
     last = SHADES - 1
     return ["n" if v is None else str(min(last, max(0, round((v - least) / span * last)))) for v in values]

@@ -1,4 +1,4 @@
-"""The side that holds a run up, in one sentence with the setting that moves it."""
+"""The bottleneck of a run, in one sentence with the setting that moves it."""
 
 import math
 from collections.abc import Sequence
@@ -7,13 +7,13 @@ from shoal.observe.runs import RunRecords, known
 from shoal.observe.status import LATELY, lately
 
 BUSY = 0.8
-"""Share of the time from which on a side is not waiting for anybody worth mentioning."""
+"""A side that is busy for at least this share of the time counts as not waiting."""
 SLOW = 0.2
-"""Share of the time from which on a wait is worth a sentence of its own."""
+"""Waits that take at least this share of the time are reported."""
 
 
 def bottleneck(run: RunRecords) -> str:
-    """The sentence, from the last steps; it says so when the numbers do not tell."""
+    """The sentence, from the last steps; without numbers it says so."""
     engine, trainer = lately(run, "engine_busy"), lately(run, "trainer_busy")
     if engine is None or trainer is None:
         return "No step has said yet how busy engine and trainer were."
@@ -42,7 +42,7 @@ def bottleneck(run: RunRecords) -> str:
 
 
 def other_waits(run: RunRecords) -> list[str]:
-    """Sentences about the waits beside the slower side that take much of the time, with the setting that moves each."""
+    """Sentences about other long waits, each with the setting that moves it."""
     config = run.config
     each = (
         (_share(run, ["save_s"]), "for checkpoints; checkpoint.every_steps moves it"),
@@ -59,7 +59,7 @@ def other_waits(run: RunRecords) -> list[str]:
 
 
 def _for_groups(run: RunRecords, trainer: float) -> float:
-    """Share of the time in which the trainer waited for groups; what is not busy, where no step says it."""
+    """Share of the time in which the trainer waited for groups; falls back to 1 - busy share."""
     return _share(run, ["groups_wait_s"]) or 1 - trainer
 
 

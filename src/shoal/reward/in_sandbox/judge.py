@@ -5,7 +5,7 @@ are made here, of Python's own types. No object, name or code of the program eve
 """
 
 # mypy: ignore-errors
-# Untyped like `solution`, which is at the other end.
+# Untyped like `solution`, its peer.
 import ast
 import builtins
 import inspect
@@ -18,7 +18,7 @@ import sys
 
 LONGEST_LINE = 1 << 20
 APART = {"pytest", "sys", "os", "platform"}
-"""Names in decorators that no program makes."""
+"""Names in decorators that a program cannot define."""
 SEQUENCES = {"t": tuple, "s": set, "z": frozenset, "n": iter}
 ITERATORS = []
 """True after an iterator of the program came in."""
@@ -31,7 +31,7 @@ class TestsRefused(BaseException):
 
 
 class Wrong(BaseException):
-    """The program's value is none. No `except Exception` and no expected error of a test takes it for the program's."""
+    """The program's value is invalid. A BaseException, so that no test takes it for an error of the program."""
 
 
 def _stays(nan, *_):
@@ -64,7 +64,7 @@ def _compared(name):
 class Unspoken:
     """Infinity or NaN of the program that no test names. It is compared as a number; all other use raises `Wrong`.
 
-    No subclass of `float`: functions in C, such as `math.fabs`, would read its value and lose the rule.
+    Not a subclass of `float`: functions in C, such as `math.fabs`, would read its value and bypass this rule.
     """
 
     __class__ = float
@@ -225,7 +225,7 @@ def value_of(tree, name):
 
 
 def restore(arg, back):
-    """Gives a container that the program changed its new content."""
+    """Copies the program's changes of a container back into the test's container."""
     if type(arg) in (list, dict, set):
         new = value_of(back, "the program")
         if type(new) is type(arg) and new != arg:
@@ -246,7 +246,7 @@ def error_of(kinds, text):
                 break
             try:
                 return found(text.partition(": ")[2])
-            except TypeError:  # it wants more than a text, as UnicodeDecodeError does
+            except TypeError:  # it needs more than a text, like UnicodeDecodeError
                 continue
     return RuntimeError(text)
 

@@ -1,4 +1,4 @@
-"""Box of a command that runs the model's commands in its own process tree: what they can read and write.
+"""Box for a command that runs the model's commands: limits the files that its process tree reads and writes.
 
 All of them share one folder, which goes with the rollout. They read the system's programs and what the settings name,
 and write nothing else. Landlock keeps them from the memory, descriptors and variables of all other processes.
@@ -87,7 +87,7 @@ def answer_in(folder: str, name: str, most_bytes: int) -> str:
     """Text that a rollout left in a file of its folder; empty for a link, a folder, or no file."""
     try:
         descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # the model decides what stands there
+    except OSError:  # the model controls the folder
         return ""
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -1,9 +1,9 @@
-"""Agents that were not written for Shoal: they find the model as they find OpenAI's or Anthropic's.
+"""Agents not written for Shoal reach the model as they reach OpenAI's or Anthropic's.
 
     "module:function"     an async function of this process, given the task and an `AsyncOpenAI` client of its session
     ["python", "a.py"]    a command, run once for each rollout: the session is in its environment, the task its input
 
-A function says at its end what came of it: nothing or a text (scored as the task says; nothing stands for the newest
+A function returns its result: nothing or a text (scored as the task says; nothing stands for the newest
 answer), a number (the reward), or an `Outcome`.
 
 A command may run commands of the model. So the task's scorer judges it after its processes have ended, and a box keeps

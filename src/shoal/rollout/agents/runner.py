@@ -1,4 +1,4 @@
-"""Runs an agent for each rollout of a task: a session, a deadline, and what became of it as a `Rollout`."""
+"""Runs an agent for each rollout of a task: a session, a deadline, and the result as a `Rollout`."""
 
 import asyncio
 import contextlib
@@ -90,7 +90,7 @@ class AgentRunner:
                 try:
                     end = await self._played(task, model)
                 finally:
-                    await model.end()  # what is being sampled will be among the turns
+                    await model.end()  # the answer in progress becomes a turn
                 if not (end.again and attempts_left):
                     break
         return await self._judged(task, i, model, end)
@@ -158,7 +158,7 @@ class AgentRunner:
             answer = next((written(one) for one in reversed(messages) if one.role is Role.ASSISTANT), "")
         try:
             (reward,) = await self.scorer.score(task, [answer])
-        except ShoalError as error:  # the task says nothing of how to score it
+        except ShoalError as error:  # the task names no scorer
             return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
         return reward
 

@@ -68,7 +68,7 @@ class HumanNode(Peer):
         self._unscored: asyncio.Queue[tuple[OpenQuestion, Offer]] = asyncio.Queue(MOST_OFFERED)
 
     async def run(self) -> None:
-        """Listens and shares for ever."""
+        """Listens and shares until cancelled."""
         await self.beside(scoring=self._score_peers(), sharing=self._share())
 
     def status(self) -> dict[str, object]:
@@ -82,7 +82,7 @@ class HumanNode(Peer):
 
     async def question_for(self, user: str) -> OpenQuestion:
         """Chooses a question for a user, or opens another. Raises `TaskError` when nothing can be drawn."""
-        async with self._opening:  # else a crowd that comes at once gets a question each
+        async with self._opening:  # else users who arrive together get a question each
             found = self.questions.next_for(user)
             if found is None:
                 found = await self._opened()
@@ -154,7 +154,7 @@ class HumanNode(Peer):
                 try:
                     rollouts = tuple(OfferedRollout(given.text) for given in question.answers)
                     made = Offer(question.claim, rollouts, GeneratorKind.PERSON, MODEL, self._clock())
-                    await self._share_offer(made)  # with nothing of a person but the words
+                    await self._share_offer(made)  # without anything that identifies the person
                 except WireError:  # too large, though its answers are not
                     self.tally.unsent += 1
             await asyncio.sleep(SHARE_EVERY_S)

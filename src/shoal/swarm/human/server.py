@@ -1,6 +1,6 @@
 """The human UI serves its page and the page's requests over HTTP.
 
-    GET  /                  the page; look.css, style.css and desk.js beside it
+    GET  /                  the page; also look.css, style.css and desk.js
     POST /api/question      {"pass": ID or null} -> a question; the named question is passed over for good
     POST /api/answer        {"question": ID, "text": ...} -> the verdict, and others' answers
     GET  /api/state/ID      whether the answers are an offer yet

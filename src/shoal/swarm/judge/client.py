@@ -32,7 +32,7 @@ TRIES = 3
 """Attempts at a question before it counts as unanswered."""
 MOST_LEDGER_BYTES = 16 * 1024 * 1024
 ROOM_BESIDES = 8192
-"""Bytes of a message beside the texts of its answers."""
+"""Bytes of a message in addition to its answers' texts."""
 
 
 async def take(

@@ -7,7 +7,7 @@ form bins. Within a bin a node is one number, its mean score: challenges to one 
     cohort   only nodes that reached the horizon, in every bin; a bin without a score repeats the last
 
 Weak nodes that leave raise the raw curve although no node learned. Every point of the cohort has the same nodes, but it
-tells nothing of those that left. Both curves are therefore given.
+says nothing about those that left. Both curves are therefore given.
 """
 
 import io
@@ -136,7 +136,7 @@ def binned(results: Sequence[Judged], bin_rounds: int) -> Curves:
 
 
 def _filled(bins: Mapping[int, float], horizon: int) -> dict[int, float]:
-    """Scores up to the horizon, where an empty bin repeats the one before; every node was judged in bin 0."""
+    """Scores up to the horizon, with empty bins forward-filled; every node was judged in bin 0."""
     return {index: bins[max(one for one in bins if one <= index)] for index in range(horizon + 1)}
 
 

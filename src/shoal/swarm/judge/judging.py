@@ -1,8 +1,8 @@
 """A judge commits to rounds, issues challenges and grades answers.
 
 A challenge costs the judge two draws of every question and one scoring of every answer, so requests are limited. Each
-peer has a limit of its own. All peers that never answered share one, since identities cost nothing; a request refused
-for it costs the peer none of its own.
+peer has a separate limit. All peers that never answered share one, since identities cost nothing; a request refused
+by the shared limit does not count against the peer's.
 """
 
 import asyncio

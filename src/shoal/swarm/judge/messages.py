@@ -10,7 +10,7 @@ The signature covers the type of message, so no message passes for another type.
 no judge can pass them on. The protocol keeps its keys: `sitting` is a round's number, `arm` the condition, and `marks`
 the graded answers.
 
-A commitment fixes questions before anybody asks for them, and everybody can draw them afterwards. Before a round the
+A commitment fixes questions before they are requested, and anyone can draw them afterwards. Before a round the
 judge publishes the hash of a random seed, and afterwards the seed. The questions of a challenge follow from the seed,
 the taker and the attempt. The judge cannot pick them, and the taker can neither foresee them nor use another's answers.
 """

@@ -26,7 +26,7 @@ from shoal.swarm.judge.messages import MOST_BYTES
 from shoal.swarm.judge.store import NEWEST, Standing
 
 RESTS = 50.0
-"""Rest between two computations of the leaderboard, relative to the time of one."""
+"""Pause between two computations of the leaderboard, as a multiple of the time of one."""
 WIRE = "application/octet-stream"
 STYLE = """
 main { max-width: 1120px; margin: 0 auto; padding: 1rem 1rem 3rem; }

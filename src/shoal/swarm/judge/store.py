@@ -91,7 +91,7 @@ class Standing:
     score: float
     """Mean pass@1 of the newest `NEWEST` challenges."""
     at_least: float
-    """Lower bound of the peer's pass@1; rows follow it, so many attempts are no way up."""
+    """Lower bound of the peer's pass@1; rows follow it, so many attempts do not raise a rank."""
     specialties: dict[str, float]
     """Share of right answers among the newest `NEWEST` challenges."""
 
@@ -206,7 +206,7 @@ def lower_bound(share: float, questions: int, peers: int, challenges: int) -> fl
     """Lower bound of the chance of a right answer, which holds for all peers at once and after each challenge.
 
     The probability of an error is split over the peers, and as 1 / (t (t + 1)) over the challenges t of a peer. So
-    nobody gains by stopping at the best time. Each part is Chernoff's bound: the p below `share` at which
+    no peer gains by stopping at the best time. Each part is Chernoff's bound: the p below `share` at which
     questions * KL(share || p) = log(1 / error) (Hoeffding 1963; it holds for questions of unequal difficulty).
 
     >>> [round(lower_bound(0.7, n, peers, n // 27), 2) for n, peers in ((27, 1), (27, 60), (270, 60))]
