@@ -65,7 +65,7 @@ def test_the_benches_that_help_lists_are_those_that_there_are() -> None:
 
 def test_the_help_of_what_takes_settings_says_so() -> None:
     for command in ("demo", "train", "eval"):
-        assert "Any setting can be given too" in shoal(command, "--help").stdout, command
+        assert "Any setting can be given" in shoal(command, "--help").stdout, command
     assert "Configuration whose tasks are asked" in shoal("judge", "serve", "--help").stdout  # brackets are no markup
     assert "15 to 17 minutes" in shoal("bench", "--help").stdout
 
