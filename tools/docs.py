@@ -29,12 +29,12 @@ HEAD = """# Configuration
 
 <!-- Written by `make docs` from src/shoal/config/; change the field there. -->
 
-One TOML file describes a run. Every setting below can also be given on the command line, where it wins over the file:
+One TOML file describes a run. The command line wins over the file:
 `shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Paths of questions
-and model directories in a file are relative to its folder; paths on the command line are relative to the current one.
+and models in a file are relative to its folder, on the command line to the current one.
 Unknown keys are refused, with the nearest known one. `resolved.toml` of a run directory has every setting of that run.
 
-A setting whose default is "unset" is derived, or off, as its sentence says. No number may be above 10⁹.
+An "unset" setting is derived, or off, as its sentence says. No number may be above 10⁹.
 `preset` sets a paper's published settings where file and command line have none; `--dry-run` shows the result.
 """
 COMMANDS = """# Commands
@@ -120,14 +120,14 @@ def metrics() -> str:
 
 
 def _rows(title: str, names: Mapping[str, str]) -> list[str]:
-    return [
-        title,
-        "",
-        "| name | meaning |",
-        "|---|---|",
-        *(f"| `{n}` | {meaning} |" for n, meaning in names.items()),
-        "",
-    ]
+    """A table of names; one that exists for each task too shares its row."""
+    rows = []
+    for name, meaning in names.items():
+        if meaning in (f"`{name.partition('/')[0]}` of one task.", f"`{name.partition('/')[0]}` for one task."):
+            continue
+        both = f"`{name}`, `{name}/<task>`" if f"{name}/<task>" in names else f"`{name}`"
+        rows.append(f"| {both} | {meaning} |")
+    return [title, "", "| name | meaning |", "|---|---|", *rows, ""]
 
 
 def _table(section: type[BaseModel], title: str) -> str:
@@ -137,15 +137,8 @@ def _table(section: type[BaseModel], title: str) -> str:
         for name, field in section.model_fields.items()
         if field.description
     ]
-    lines = [
-        f"## {title}",
-        "",
-        section.__doc__ or "",
-        "",
-        "| setting | value | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *rows, ""])
+    head = ["", "| setting | value | default | meaning |", "|---|---|---|---|"] if rows else []
+    return "\n".join([f"## {title}", "", section.__doc__ or "", *head, *rows, ""])
 
 
 def _sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
@@ -159,7 +152,7 @@ def _kind(annotation: object) -> str:
     """A type in the words of TOML."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
-        return " or ".join(f"`{json.dumps(choice)}`" for choice in arguments)
+        return ", ".join(f"`{json.dumps(choice)}`" for choice in arguments)
     if origin is Annotated:
         return _kind(arguments[0]) + "".join(_bounds(rule) for rule in arguments[1:] if isinstance(rule, FieldInfo))
     if origin in (Union, UnionType):

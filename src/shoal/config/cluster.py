@@ -31,25 +31,19 @@ class EnginePlaces(Section):
 
     count: int = Field(1, ge=1, le=1024, description="Engines.")
     gpus: int = Field(0, ge=0, le=64, description="GPUs of each engine.")
-    command: list[str] = Field(
-        [], description="Server of another project, as in `shoal engine join URL -- COMMAND`; own engines when empty."
-    )
+    command: list[str] = Field([], description="Server command of another project; own engines when empty.")
 
 
 class ClusterConfig(Section):
-    """Roles of other hosts, which join the run while it goes on. See docs/guides/hosts.md."""
+    """Roles of other hosts that join the run; see docs/guides/hosts.md."""
 
-    listen: str = Field(
-        "", description="HOST:PORT where engines, scorers, ranks and tasks register; nothing does when empty."
-    )
-    address: str = Field(
-        "", description="Ray cluster that starts the roles below: auto or HOST:PORT; others start them when empty."
-    )
-    engines: EnginePlaces | None = Field(None, description="Engines that Ray starts, besides engine.count here.")
+    listen: str = Field("", description="HOST:PORT where engines, scorers, ranks and tasks register.")
+    address: str = Field("", description="Ray cluster (auto or HOST:PORT) that starts the roles below.")
+    engines: EnginePlaces | None = Field(None, description="Engines that Ray starts, in addition to engine.count.")
     rewards: int = Field(0, ge=0, le=1024, description="Scorers that Ray starts; they need reward.workers = 0.")
     trainer: TrainerPlaces | None = Field(
         None,
-        description="Hosts and GPUs of ranks that join the run; without it train.ranks start on this host.",
+        description="Hosts and GPUs of joining ranks; unset starts train.ranks here.",
     )
 
     @field_validator("listen")

@@ -56,7 +56,7 @@ PRESETS: Mapping[str, Mapping[str, Setting]] = {
         "train.groups_per_step": Setting(4, "SAPO: 4 local groups, the best split of its figure 1"),
         "swarm.external_groups": Setting(4, "SAPO: 4 external groups"),
         "swarm.share": Setting("all", "SAPO, algorithm 1"),
-        "swarm.take": Setting("uniform", "SAPO: uniform among groups that have an advantage, whoever offers them"),
+        "swarm.take": Setting("uniform", "SAPO: uniform among groups with an advantage, of any author"),
         "swarm.credit": Setting("group", "SAPO: external groups are trained as own ones are"),
     },
     "dapo": {

@@ -35,14 +35,13 @@ class ModelConfig(Section):
 
     path: str = Field(
         "demo",
-        description="Hugging Face directory or hub name; `demo`, `demo-code`, `demo-turns`, `demo-sums`, `demo-tools` "
-        "are embedded.",
+        description="Directory, hub name, or embedded: `demo`, `demo-code`, `demo-turns`, `demo-sums`, `demo-tools`.",
     )
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")
     gradient_checkpointing: bool | Literal["selective"] = Field(
         False,
-        description="Trades computing for memory in the update; `selective` computes no product of weights twice.",
+        description="Computes activations again to save memory; `selective` keeps products of weights.",
     )
 
 
@@ -51,36 +50,36 @@ class TaskConfig(Section):
 
     name: str = Field(description="A reasoning-gym dataset, a task of many turns, or any name.")
     service: Literal["reasoning_gym", "jsonl", "turns", "python", "remote"] = Field(
-        "reasoning_gym", description="Source of the tasks: this process, or (remote) processes of `shoal task serve`."
+        "reasoning_gym", description="Source of the tasks; `remote` is `shoal task serve`."
     )
-    weight: float = Field(1.0, ge=1e-6, le=1e6, description="Share of the trained groups, relative to the other tasks.")
+    weight: float = Field(1.0, ge=1e-6, le=1e6, description="Relative share of the trained groups.")
     params: dict[str, JsonValue] | Annotated[int, Field(ge=0)] = Field(
-        default_factory=dict, description="Settings of the dataset or task itself, or the level of its curriculum."
+        default_factory=dict, description="Settings of the dataset or task, or its curriculum level."
     )
     path: str | None = Field(
         None,
-        description="A file, `module:name` (python), the address for workers (remote), or a game's name (turns).",
+        description="File, `module:name` (python), workers' address (remote), or game (turns).",
     )
     scorer: str | dict[str, JsonValue] | None = Field(
-        None, description="A checker's name, or a table of its name and parameters; `exact` for files when unset."
+        None, description="Checker by name, or a table with its parameters; `exact` for files when unset."
     )
     reward: str | list[str] = Field(
         "score",
         description="Hooks after scoring: score, correct (1 or 0), length:PER_TOKEN, dedup, or module:function.",
     )
     eval_share: float = Field(
-        0.1, gt=0, lt=1, description="Share of a file's questions that is held out; a run's largest holds for all."
+        0.1, gt=0, lt=1, description="Held-out share of a file's questions; the largest holds for all tasks."
     )
     system_prompt: str = Field(
         "",
-        description="Text before every question; empty for none. `reasoning_gym:default` is reasoning-gym's own "
-        "instruction, which asks for `<answer>` tags, for its data sets.",
+        description="Text before every question. `reasoning_gym:default` is reasoning-gym's instruction, which "
+        "asks for `<answer>` tags.",
     )
     rewrite: list[tuple[str, str]] = Field(
-        [], description="Regular expressions and replacements that shorten questions."
+        [], description="Pairs of regular expression and replacement that shorten questions."
     )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
-        None, description="Agent: `module:function`, a command, or a table. See docs/guides/agents.md."
+        None, description="`module:function`, a command, or a table; see docs/guides/agents.md."
     )
 
 
@@ -91,7 +90,7 @@ class RolloutConfig(Section):
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
     temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Sampling temperature.")
     ratios: Literal["fixed", "tokens", "automatic"] = Field(
-        "fixed", description="Weights of groups, of sampled tokens, or by the informative groups (within 0.1 to 4 x)."
+        "fixed", description="Whether weights are of groups or tokens, or follow informative groups (0.1 to 4 times)."
     )
 
 
@@ -99,17 +98,13 @@ class EngineConfig(Section):
     """Where answers come from."""
 
     urls: list[str] = Field([], description="Running engines (Shoal, vLLM, SGLang); none starts local ones.")
-    count: int = Field(
-        1, ge=0, le=1024, description="Local engine processes, which share the engine's cores; with 0 all join the run."
-    )
+    count: int = Field(1, ge=0, le=1024, description="Local engine processes; with 0 all join from other hosts.")
     gpus: list[Annotated[int, Field(ge=0)]] | Literal["shared"] = Field(
-        [], description="Numbers of the engines' GPUs, one each; those after the trainer's when empty, or shared."
+        [], description="GPU numbers, one per engine; after the trainer's when empty, or shared with it."
     )
     max_running: int = Field(128, ge=1, le=65536, description="Sequences decoded at once by the local engine.")
     max_model_len: int | None = Field(None, ge=2, description="Tokens per sequence; the model's own limit when unset.")
-    adapters: bool = Field(
-        False, description="Whether servers of `urls` load the adapters of `train.lora` in place of merged weights."
-    )
+    adapters: bool = Field(False, description="Servers of `urls` load adapters instead of merged weights.")
     on_update: Literal["recompute", "keep", "drain"] = Field(
         "recompute", description="Treatment of running answers when new weights come."
     )
@@ -119,7 +114,7 @@ class AsyncConfig(Section):
     """How far generation may run ahead of training."""
 
     max_staleness: int = Field(2, ge=0, description="Staleness bound in versions (AReaL's eta); 0 is synchronous.")
-    late: Late = Field("drop", description="Treatment of groups older than max_staleness at consumption.")
+    late: Late = Field("drop", description="Treatment of groups older than max_staleness.")
 
     @property
     def staleness(self) -> Staleness:
@@ -131,13 +126,13 @@ class RewardConfig(Section):
     """Where answers are scored."""
 
     workers: int = Field(
-        1, ge=0, le=1024, description="Processes that score, and sandboxes at once; with 0 scorers join the run."
+        1, ge=0, le=1024, description="Scoring processes, and sandboxes at once; with 0 scorers join from other hosts."
     )
     timeout_s: float = Field(
-        5.0, gt=0, le=86400, description="Processor time of one score; an answer that takes more is wrong."
+        5.0, gt=0, le=86400, description="Processor time per answer; one that takes more is wrong."
     )
     urls: list[str] = Field(
-        [], description="Running `shoal rewards serve`s that score instead; `SHOAL_REWARDS_TOKEN` is their token."
+        [], description="Servers (`shoal rewards serve`) that score instead; `SHOAL_REWARDS_TOKEN` is their token."
     )
 
 
@@ -148,27 +143,24 @@ class EvalConfig(Section):
     questions: int | None = Field(
         None,
         ge=1,
-        description="Held-out questions, spread over the tasks by weight; when unset 128, but fewer (8 at least) where "
-        "their answers would be more than a quarter of those trained between two evaluations.",
+        description="Held-out questions, spread by weight. Unset: 128, or fewer (at least 8), so that their "
+        "answers are at most a quarter of those trained between evaluations.",
     )
-    samples: int = Field(1, ge=1, description="Sampled answers to each; with 2 or more there is a pass@k.")
+    samples: int = Field(1, ge=1, description="Sampled answers per question; 2 or more give pass@k.")
 
 
 class CheckpointConfig(Section):
     """Checkpoints, which a resumed run loads."""
 
-    asynchronous: bool = Field(
-        False, description="Whether the next step goes on while a copy of weights and moments is written."
-    )
+    asynchronous: bool = Field(False, description="The next step runs while a copy of weights and moments is written.")
     every_steps: int = Field(
         25,
         ge=1,
-        description="Steps between checkpoints, and fewer where they take over 2 minutes and 20 times as long as "
-        "saving; the log replays later steps.",
+        description="Steps between checkpoints; fewer if these take over 2 minutes and 20 times as long as saving.",
     )
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
     backup: str = Field("", description="Folder or URL to which log and checkpoints are copied; empty is off.")
-    backup_s: float = Field(60.0, gt=0, description="Seconds between two copies: what may be lost with the host.")
+    backup_s: float = Field(60.0, gt=0, description="Seconds between copies.")
 
 
 class LogConfig(Section):
@@ -178,23 +170,23 @@ class LogConfig(Section):
 
 
 class MetricsConfig(Section):
-    """Where numbers go besides metrics.jsonl."""
+    """Further targets of metrics."""
 
     trackers: list[str] = Field(
         [],
-        description="Trackers: prometheus:PORT (0 picks one), tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of "
-        "that name), or module:function.",
+        description="prometheus:PORT (0 picks one), tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that "
+        "name), or module:function.",
     )
 
 
 class StageConfig(Section):
-    """One stage of a run that has several; each begins with the model of the stage before it."""
+    """One of several stages; each begins with the model of the stage before."""
 
     kind: Literal["sft", "dpo", "rl"] = Field(description="Imitation, preference pairs, or reinforcement learning.")
     data: str | None = Field(
-        None, description="JSONL with `messages` per row; for dpo with `chosen` and `rejected`, ending in the answers."
+        None, description="JSONL rows with `messages`, or for dpo `chosen` and `rejected`, which end in the answers."
     )
-    train: dict[str, JsonValue] = Field({}, description="Settings of [train] that differ in this stage.")
+    train: dict[str, JsonValue] = Field({}, description="Settings of [train] for this stage.")
 
 
 class Config(Section):
@@ -202,9 +194,9 @@ class Config(Section):
 
     run_dir: str = Field("runs/latest", description="Everything the run writes.")
     seed: int = Field(0, description="Name in every seed of the run.")
-    stall_s: float = Field(120.0, gt=0, description="Seconds without progress after which a run names waits and acts.")
+    stall_s: float = Field(120.0, gt=0, description="Seconds without progress before a standstill is handled.")
     preset: Literal["areal", "glm5", "sapo", "dapo"] | None = Field(
-        None, description="Published settings that hold where file and command line have none; the tables are below."
+        None, description="Published settings; the tables are below."
     )
     model: ModelConfig = Field(ModelConfig())
     tasks: list[TaskConfig] = Field(min_length=1, description="The mixture.")
@@ -219,7 +211,7 @@ class Config(Section):
     metrics: MetricsConfig = Field(MetricsConfig())
     swarm: SwarmConfig = Field(SwarmConfig())
     cluster: ClusterConfig = Field(ClusterConfig())
-    stages: list[StageConfig] = Field([], description="Stages, in order; a run without any is one of kind rl.")
+    stages: list[StageConfig] = Field([], description="Stages, in order; by default one of kind rl.")
 
     def stage(self, index: int) -> "Config":
         """Configuration of one stage, whose model is still this one's. Raises `ValueError`."""

@@ -21,7 +21,7 @@ class _Weighed(Section):
         "token", description="Whether it is of each token or the product over each row."
     )
     over_cap: Literal["clamp", "mask", "band"] = Field(
-        "clamp", description="Treatment of tokens above the bound; `band` also masks those below 1 / weight_cap."
+        "clamp", description="Treatment of tokens above weight_cap; `band` also masks those below 1 / weight_cap."
     )
 
 
@@ -38,8 +38,8 @@ class DecoupledLoss(_Weighed, _Clipped):
     weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
     behaviour_correction: Literal["on", "log_linear", "off_and_biased"] = Field(
         "on",
-        description="Whether pi_prox / pi_behav weighs each token: with exact proximal weights (free when "
-        "minibatches = 1), with weights interpolated by Versions, or not at all, which biases the gradient.",
+        description="Weighs tokens by pi_prox / pi_behav: exact (free with minibatches = 1), interpolated by "
+        "Versions, or off, which biases the gradient.",
     )
 
 
@@ -60,7 +60,7 @@ class GSPOLoss(_Clipped):
 
 
 class CISPOLoss(Section):
-    """REINFORCE with each token's importance weight clamped from above (MiniMax-M1); every token keeps a gradient."""
+    """REINFORCE with importance weights clamped from above (MiniMax-M1); every token keeps a gradient."""
 
     name: Literal["cispo"] = "cispo"
     weight_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
@@ -85,10 +85,10 @@ class PositiveOnlyLoss(Section):
 
 
 class DPOLoss(Section):
-    """Direct preference optimization: for stages of preference pairs, and no others."""
+    """Direct preference optimization, for stages of preference pairs."""
 
     name: Literal["dpo"] = "dpo"
-    beta: float = Field(0.1, gt=0, description="Weight of the distance to the model that the stage began with.")
+    beta: float = Field(0.1, gt=0, description="Weight of the distance to the stage's first model.")
 
 
 class OwnLoss(Section):
@@ -142,14 +142,14 @@ class LoRAConfig(Section):
 
     rank: int = Field(0, ge=0, le=65536, description="Rank of each adapter; 0 trains all weights.")
     alpha: float = Field(32.0, gt=0, description="Adapters are scaled by alpha / rank.")
-    targets: list[str] = Field([], description="Names of the adapted layers, as in q_proj; all linear ones when empty.")
+    targets: list[str] = Field([], description="Names of adapted layers, such as q_proj; all linear ones when empty.")
 
 
 class CriticConfig(Section):
-    """The value head of `train.advantage = "gae"`: a scalar beside the language-model head (PPO)."""
+    """The value head of `train.advantage = "gae"` (PPO)."""
 
     gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
-    lr: float | None = Field(None, gt=0, description="Peak learning rate of the value head; train.lr when unset.")
+    lr: float | None = Field(None, gt=0, description="Peak learning rate; train.lr when unset.")
 
 
 class TrainConfig(Section):
@@ -161,59 +161,55 @@ class TrainConfig(Section):
     push_every: int = Field(1, ge=1, description="Steps between loads of new weights by the engines (K).")
     loss: LossConfig = Field(DecoupledLoss(), description="Loss by name, with its own parameters.")
     loss_mean: Literal["tokens", "rows", "budget"] | None = Field(
-        None, description="Over all tokens, over rows and in each over its tokens, or over rows of rollout.max_tokens."
+        None, description="Mean over tokens, over rows' own means, or over rows of rollout.max_tokens."
     )
     kl: KLConfig = Field(KLConfig())
     teacher: str | None = Field(
         None,
-        description="Model directory or hub name with the same tokens, or the URL of OpenAI's text completions up to "
-        "/v1, with any tokens: each sampled token is reinforced with its logprob there less its own, in place of "
-        "rewards (on-policy distillation).",
+        description="On-policy distillation in place of rewards: a model with the same tokens, or the URL up to "
+        "/v1 of a server of OpenAI's text completions.",
     )
-    entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy that is taken off the loss; 0 is off.")
+    entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy, subtracted from the loss.")
     advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | OwnName = Field(
         "grpo",
-        description="Baseline and scale, within a group or over the batch; `gae` takes them from a critic, "
-        "`module:function` makes them from the rewards of each group.",
+        description="Baseline and scale: by group, by batch, from a critic (`gae`), or your `module:function`.",
     )
     turn_discount: float = Field(1.0, gt=0, le=1, description="Weight of a turn's reward for the turn before it.")
     critic: CriticConfig = Field(CriticConfig())
     lora: LoRAConfig = Field(LoRAConfig())
     router_replay: bool = Field(
-        False, description="Train each token with the experts that sampled it (R3; mixtures of experts, own engines)."
+        False, description="Train each token with the experts that sampled it (R3; own engines)."
     )
     short_groups: Literal["pad", "keep"] = Field(
-        "pad", description="Whether repeated finished rollouts replace failed ones (GLM-5)."
+        "pad", description="`pad` replaces failed rollouts by repeated finished ones (GLM-5)."
     )
     overlong_tokens: int = Field(
-        0, ge=0, description="Tokens before rollout.max_tokens over which the reward sinks by 1 (DAPO); 0 is off."
+        0, ge=0, description="Last tokens of rollout.max_tokens, over which the reward sinks by 1 (DAPO)."
     )
     dynamic_sampling: bool = Field(False, description="Replace groups of equal rewards (DAPO), up to a bound.")
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
     lr_schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="Fall of the rate from then to 0 at the end of steps * minibatches updates."
+        "constant", description="Decay to 0 over the remaining updates."
     )
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's moving averages.")
-    weight_decay: float = Field(0.0, ge=0, lt=1, description="Weight decay of AdamW; 0 is Adam.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which it is scaled down.")
+    weight_decay: float = Field(0.0, ge=0, lt=1, description="AdamW's weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which gradients are scaled down.")
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
-    rewarm_updates: int = Field(0, ge=0, description="Updates over which the rate rises again after a reset.")
+    rewarm_updates: int = Field(0, ge=0, description="Updates of warm-up after a reset.")
     tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
     offload: Literal["none", "optimizer"] = Field(
         "none", description="Keep Adam's moments in main memory between updates; refused without a GPU."
     )
     gpus: list[Annotated[int, Field(ge=0)]] = Field(
-        [], description="Numbers of the ranks' GPUs, one each; the first ones when empty."
+        [], description="GPU numbers, one per rank; the first ones when empty."
     )
-    ranks: int = Field(
-        1, ge=1, le=1024, description="Processes that train together, weights and moments sharded; on GPUs one each."
-    )
+    ranks: int = Field(1, ge=1, le=1024, description="Trainer processes that share sharded weights and moments.")
 
     experts: Literal["sharded", "parallel", "torchtitan"] = Field(
         "sharded",
-        description="Experts of a mixture over the ranks: gathered for each layer, or kept apart while tokens travel; "
-        "with torchtitan its model and its expert parallelism.",
+        description="Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them, "
+        "`torchtitan` uses its model and parallelism.",
     )
 
     @property
