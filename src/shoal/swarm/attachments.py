@@ -9,16 +9,15 @@ import base64
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from shoal.checker import is_confined, task_spec
 from shoal.errors import ExchangeUnavailable, TaskError
 from shoal.interfaces import Attachments
 from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES
 from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import TEXT, Attached, Claim
 from shoal.swarm.refusals import Reason
-from shoal.tasks.holdout import split_of
 from shoal.tasks.sdk import Definition
 from shoal.types import Split, Task
 
@@ -89,16 +88,15 @@ class AttachmentReader:
             if data is None:
                 return Reason.NOT_SENT
             parts.append(data)
-        question = await self._python.read(reader.name, claim.question, parts)
-        if isinstance(question, Reason):
-            return question
-        if len(question.text) + len(claim.truth) > self._limits.characters:
-            return Reason.OUT_OF_BOUNDS
-        if split_of(reader.split_text(question), reader.eval_share) is Split.EVAL:
-            return Reason.HELD_OUT
-        asked = replace(question, answer=claim.truth, scorer=question.scorer or "exact", attachments=())
         digest = hashlib.sha256("".join(one.digest for one in claim.attachments).encode()).hexdigest()
-        return reader.task_of(asked, f"{reader.name}/{digest[:32]}")
+        drawn = await self._python.read(reader.name, claim, parts, f"{reader.name}/{digest[:32]}")
+        if isinstance(drawn, Reason):
+            return drawn
+        if len(drawn.question) + len(claim.truth) > self._limits.characters:
+            return Reason.OUT_OF_BOUNDS
+        if not is_confined(task_spec(drawn.task)):
+            return Reason.UNKNOWN_TASK
+        return Reason.HELD_OUT if drawn.split is Split.EVAL else drawn.task
 
     async def _fetched(self, attached: Attached) -> bytes | None:
         """The bytes of an attachment; None unless size, hash and beginning are as stated."""

@@ -25,7 +25,7 @@ from shoal.swarm.attachments import AttachmentReader
 from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
 from shoal.swarm.python_tasks import PythonTasks
-from shoal.swarm.questions_of_peers import checker_of, task_of_question
+from shoal.swarm.questions_of_peers import checker_of, task_as_claimed, task_of_question
 from shoal.swarm.refusals import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
@@ -134,14 +134,9 @@ class OwnTasks:
         assert claim.receipt is not None
         most = None if spec in self._specs.values() else self._limits.characters
         try:
-            question, task, split = drawer.redraw(spec, claim.receipt, most)
+            return task_as_claimed(claim, drawer.redraw(spec, claim.receipt, most))
         except TaskError as error:
             return _UNDRAWN.get(type(error), Reason.NOT_DRAWN)
-        if (question, task.answer) == (claim.question, claim.truth):
-            return Reason.HELD_OUT if split is Split.EVAL else task
-        if claim.libraries != libraries():
-            return Reason.OTHER_LIBRARIES
-        return Reason.WRONG_TRUTH if question == claim.question else Reason.WRONG_QUESTION
 
 
 _UNDRAWN = {

@@ -10,12 +10,11 @@ import hashlib
 import inspect
 import json
 import os
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 
@@ -28,30 +27,18 @@ from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import in_thread, strongest_if_any
 from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import Claim, Course, OfferedRollout
-from shoal.swarm.python_worker import (
-    DrawSeed,
-    LoadTask,
-    PlayAgain,
-    QuestionReply,
-    ReadAttachments,
-    ScoreAnswer,
-    TaskReply,
-    TaskSource,
-)
+from shoal.swarm.python_worker import DrawSeed, LoadTask, PlayAgain, ReadAttachments, TaskReply
+from shoal.swarm.questions_of_peers import task_as_claimed
 from shoal.swarm.refusals import Reason
-from shoal.tasks.holdout import split_of
-from shoal.tasks.procedural_client import libraries
-from shoal.tasks.sdk import Definition, Question
-from shoal.types import Message, Receipt, Reward, RewardStatus, Role, Split, Task
+from shoal.tasks.procedural_client import Redrawn, libraries
+from shoal.tasks.sdk import Definition
+from shoal.types import Message, Receipt, RewardStatus, Role, Split, Task
 
 WORKER = "shoal.swarm.python_worker"
 START_TIMEOUT_S = 60.0
 MOST_REPLY_BYTES = 4 << 20
-MOST_WORKERS = 4
-"""Sandboxes at once; the least recently used one ends."""
 _OWN_FILE = "shoal_own_"
 T = TypeVar("T")
-Request: TypeAlias = DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
 
 
 class _OtherCourse(TaskError):
@@ -66,20 +53,19 @@ class _Sandbox(BoxedChild):
 
 @dataclass(frozen=True, slots=True)
 class OwnTask:
-    """An own task with its source and its settings as JSON."""
+    """An own task, its digest, and the request that loads it into the sandbox."""
 
     task: Definition
-    source: TaskSource
-    settings: str
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of name and source in hexadecimal digits: equal for nodes that have the same task."""
-        return hashlib.sha256(wire.encode((self.source.name, self.source.text))).hexdigest()
+    digest: str
+    """SHA-256 of the author's name and source in hexadecimal digits: equal for nodes that have the same task."""
+    load: LoadTask
 
 
 class PythonTasks:
-    """Own tasks of the Python SDK. Use as an async context manager. One event loop."""
+    """Own tasks of the Python SDK. Use as an async context manager. One event loop.
+
+    One sandbox has all tasks. It starts with the first request, and again after it was killed at a deadline.
+    """
 
     def __init__(self, services: Iterable[object], limits: QuestionLimits = USUAL) -> None:
         self._limits = limits
@@ -88,8 +74,9 @@ class PythonTasks:
             if isinstance(service, Definition):
                 with contextlib.suppress(TaskError):  # such a task is not shared
                     self._of_service[service.name] = own_task(service)
-        self._of_claim = {(one.digest, one.settings): one for one in self._of_service.values()}
-        self._running: OrderedDict[str, _Sandbox] = OrderedDict()
+        self._of_claim = {(one.digest, one.load.settings): one for one in self._of_service.values()}
+        self._sandbox: _Sandbox | None = None
+        self._loaded = set[str]()
         self._turn = asyncio.Lock()
         self._backend: Backend | None = None
 
@@ -99,9 +86,8 @@ class PythonTasks:
         return self
 
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        """Ends the sandboxes."""
-        for name in list(self._running):
-            await self._end(name)
+        """Ends the sandbox."""
+        await self._end()
 
     def __contains__(self, service: str) -> bool:
         """Whether a service is a task of the Python SDK that can be shared."""
@@ -117,7 +103,7 @@ class PythonTasks:
             seed, question = await asyncio.to_thread(own.task.origin, Split(split), int(index))
         except Exception as error:  # the author's code raises what it will
             raise TaskError(f"{task.id}: {described(error)}") from error
-        receipt = Receipt(own.source.name, own.digest, own.settings, seed, 0)
+        receipt = Receipt(own.task.name, own.digest, own.load.settings, seed, 0)
         return Claim(own.task.name, question.text, question.answer, receipt, libraries(), own.digest)
 
     async def task(self, claim: Claim) -> Task | Reason:
@@ -125,24 +111,16 @@ class PythonTasks:
         own = self._claimed(claim)
         if own is None or claim.receipt is None:
             return Reason.UNKNOWN_TASK
-        try:
-            question = (await self._ask(own, DrawSeed(claim.receipt.seed), QuestionReply)).question
-            task = own.task.task_of(question, f"{claim.receipt.dataset}/{claim.receipt.seed}")
-        except TimeoutError:
-            return Reason.TIMED_OUT
-        except (TaskError, ChildDied, ValueError, KeyError):
-            return Reason.NOT_DRAWN
-        if len(question.text) + len(question.answer or "") > self._limits.characters:
+        draw = DrawSeed(own.task.name, claim.receipt.seed, f"{claim.receipt.dataset}/{claim.receipt.seed}")
+        drawn = await self._ask(own, draw, Redrawn, Reason.NOT_DRAWN)
+        if isinstance(drawn, Reason):
+            return drawn
+        if len(drawn.question) + len(drawn.task.answer or "") > self._limits.characters:
             return Reason.OUT_OF_BOUNDS
-        if (question.text, question.answer) != (claim.question, claim.truth):
-            if claim.libraries != libraries():
-                return Reason.OTHER_LIBRARIES
-            return Reason.WRONG_TRUTH if question.text == claim.question else Reason.WRONG_QUESTION
-        if split_of(own.task.split_text(question), own.task.eval_share) is Split.EVAL:
-            return Reason.HELD_OUT
-        if not (own.task.converses or own.task.scores) and not is_confined(task_spec(task)):
-            return Reason.UNKNOWN_TASK
-        return task
+        task = task_as_claimed(claim, drawn)
+        if isinstance(task, Reason) or own.task.converses or own.task.scores or is_confined(task_spec(task)):
+            return task
+        return Reason.UNKNOWN_TASK
 
     async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
         """Plays an offered rollout again. Its requests must be the messages of the offer."""
@@ -150,72 +128,65 @@ class PythonTasks:
         assert own is not None, "the task came of it"
         if not (rollout.turns or own.task.converses or own.task.scores):
             return Course()
-        sampled = [turn.message for turn in rollout.turns if turn.sampled]
-        answers = tuple(sampled) if rollout.turns else (Message(Role.ASSISTANT, rollout.text),)
-        try:
-            course = await self._ask(own, PlayAgain(task, answers), Course)
-            if course.reward is None and own.task.scores:
-                course = replace(course, reward=await self._ask(own, ScoreAnswer(task, course.answer or ""), Reward))
-        except TimeoutError:
-            return Reason.TIMED_OUT
-        except _OtherCourse:
-            return Reason.OTHER_COURSE
-        except (TaskError, ChildDied):
-            return Reason.UNSCORED
+        said = [turn.message for turn in rollout.turns] or [Message(Role.ASSISTANT, rollout.text)]
+        sampled = tuple(turn.message for turn in rollout.turns if turn.sampled) if rollout.turns else tuple(said)
+        course = await self._ask(own, PlayAgain(own.task.name, task, sampled), Course, Reason.UNSCORED)
+        if isinstance(course, Reason):
+            return course
         if course.reward is not None and course.reward.status is not RewardStatus.SCORED:
             return Reason.UNSCORED
-        said = [turn.message for turn in rollout.turns] if rollout.turns else list(answers)
         return course if _asked_as_said(task, said, rollout, course) else Reason.OTHER_COURSE
 
-    async def read(self, service: str, question: str, attachments: Sequence[bytes]) -> Question | Reason:
-        """Converts a peer's question with the `read` of an own task, in the sandbox."""
+    async def read(self, service: str, claim: Claim, attachments: Sequence[bytes], id_: str) -> Redrawn | Reason:
+        """Converts a peer's question with the `read` of an own task, in the sandbox; `id_` is the new task's."""
         own = self._of_service.get(service)
         if own is None:
             return Reason.UNKNOWN_TASK
-        try:
-            return (await self._ask(own, ReadAttachments(question, tuple(attachments)), QuestionReply)).question
-        except TimeoutError:
-            return Reason.TIMED_OUT
-        except (TaskError, ChildDied, ValueError, KeyError):
-            return Reason.UNREADABLE
+        request = ReadAttachments(service, claim.question, claim.truth or "", tuple(attachments), id_)
+        return await self._ask(own, request, Redrawn, Reason.UNREADABLE)
 
     def _claimed(self, claim: Claim) -> OwnTask | None:
         """The own task of a claim; None if source or settings differ."""
         return None if claim.receipt is None else self._of_claim.get((claim.source, claim.receipt.config))
 
-    async def _sandbox(self, own: OwnTask) -> _Sandbox:
-        name = own.task.name
-        if name not in self._running:
-            while len(self._running) >= MOST_WORKERS:
-                await self._end(next(iter(self._running)))
-            child = _Sandbox("task of the Python SDK", WORKER, [], Path(os.devnull), self._backend)
-            await child.__aenter__()
-            try:
-                await child.ready(START_TIMEOUT_S)
-                load = wire.encode(LoadTask(own.source, own.settings, tuple(own.task.rewrite)))
-                _value(await child.ask(load, START_TIMEOUT_S), bool)
-            except BaseException:
-                child.kill()
-                await child.end()
-                raise
-            self._running[name] = child
-        self._running.move_to_end(name)
-        return self._running[name]
-
-    async def _ask(self, own: OwnTask, request: Request, kind: type[T]) -> T:
-        """A reply of a task's code. Raises `TimeoutError`, `TaskError` or `ChildDied`; a silent sandbox ends."""
+    async def _ask(
+        self, own: OwnTask, request: DrawSeed | PlayAgain | ReadAttachments, kind: type[T], failed: Reason
+    ) -> T | Reason:
+        """A reply of a task's code, or why there is none; `failed` stands for its errors. A silent sandbox ends."""
         async with self._turn:
-            child = await self._sandbox(own)
             try:
-                return _value(await child.ask(wire.encode(request), self._limits.draw_s), kind)
-            except (TimeoutError, ChildDied, asyncio.CancelledError):
-                await self._end(own.task.name)
+                sandbox = await self._with(own)
+                return _value(await sandbox.ask(wire.encode(request), self._limits.draw_s), kind)
+            except TimeoutError:
+                await self._end()
+                return Reason.TIMED_OUT
+            except _OtherCourse:
+                return Reason.OTHER_COURSE
+            except TaskError:
+                return failed
+            except ChildDied:
+                await self._end()
+                return failed
+            except asyncio.CancelledError:
+                await self._end()
                 raise
 
-    async def _end(self, name: str) -> None:
-        child = self._running.pop(name)
-        child.kill()
-        await child.end()
+    async def _with(self, own: OwnTask) -> _Sandbox:
+        """The running sandbox with a task in it. Raises `ChildDied`, `TaskError` and `TimeoutError`."""
+        if self._sandbox is None:
+            sandbox = _Sandbox("task of the Python SDK", WORKER, [], Path(os.devnull), self._backend)
+            self._sandbox, self._loaded = await sandbox.__aenter__(), set()
+            await sandbox.ready(START_TIMEOUT_S)
+        if own.load.name not in self._loaded:
+            _value(await self._sandbox.ask(wire.encode(own.load), START_TIMEOUT_S), bool)
+            self._loaded.add(own.load.name)
+        return self._sandbox
+
+    async def _end(self) -> None:
+        sandbox, self._sandbox = self._sandbox, None
+        if sandbox is not None:
+            sandbox.kill()
+            await sandbox.end()
 
 
 def own_task(task: Definition) -> OwnTask:
@@ -231,8 +202,10 @@ def own_task(task: Definition) -> OwnTask:
     if not entry:
         raise TaskError(f"{task.name}: expected the task at the top of {file}, found none there")
     own_name = Path(file).stem if module.__name__.startswith(_OWN_FILE) else module.__name__
-    source = TaskSource(original.name, own_name, entry, Path(file).read_text(encoding="utf-8"))
-    return OwnTask(task, source, _settings(task))
+    text = Path(file).read_text(encoding="utf-8")
+    digest = hashlib.sha256(wire.encode((original.name, text))).hexdigest()
+    shared = (task.system_prompt, tuple(task.rewrite), task.eval_share)
+    return OwnTask(task, digest, LoadTask(task.name, own_name, entry, text, _settings(task), *shared))
 
 
 def _asked_as_said(task: Task, said: Sequence[Message], rollout: OfferedRollout, course: Course) -> bool:

@@ -1,6 +1,6 @@
-"""Runs the code of an own task in a sandbox: `python -m shoal.swarm.python_worker --fd N`. It may be killed.
+"""Runs the code of own tasks in a sandbox: `python -m shoal.swarm.python_worker --fd N`. It may be killed.
 
-It draws questions, plays a conversation again with the answers of a peer, scores, and reads attachments. It has no
+It draws questions, plays conversations again with the answers of a peer, scores, and reads attachments. It has no
 network, no files but its libraries, no processes and no threads: plain methods of an author run on the one thread.
 """
 
@@ -22,6 +22,8 @@ from shoal.net.process import from_parent, send_frame, serve
 from shoal.plugins import described
 from shoal.sandbox.confinement import confine
 from shoal.swarm.offer import AskedFor, Course
+from shoal.tasks.holdout import split_of
+from shoal.tasks.procedural_client import Redrawn
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, Question
 from shoal.types import Message, Reward, Role, Task
 
@@ -36,65 +38,44 @@ class OtherCourse(Exception):
     """The environment asks for more answers than the conversation has."""
 
 
-class TaskSource(msgspec.Struct, frozen=True):
-    """Source of a task: the name that its author gave it, its module's name, its name there, and the module's text."""
+class LoadTask(msgspec.Struct, tag="load", frozen=True):
+    """Loads a task; the first request for it. `text` is its module's source, `entry` its name there."""
 
     name: str
     module: str
     entry: str
     text: str
-
-
-class LoadTask(msgspec.Struct, tag="load"):
-    """Runs the source of a task; the first request. `settings` are the task's as JSON."""
-
-    source: TaskSource
     settings: str
+    """JSON object of the author's fields."""
+    system_prompt: str
     rewrite: tuple[tuple[str, str], ...]
+    eval_share: float
 
 
 class DrawSeed(msgspec.Struct, tag="draw"):
-    """Asks for the question of a seed."""
+    """Asks for the `Redrawn` question of a seed; `id` becomes the id of its task."""
 
+    name: str
     seed: int
+    id: str
 
 
 class PlayAgain(msgspec.Struct, tag="play"):
-    """Asks for the course of a conversation in which the model gives these answers."""
+    """Asks for the `Course` of a conversation in which the model gives these answers."""
 
+    name: str
     task: Task
     answers: tuple[Message, ...]
 
 
-class ScoreAnswer(msgspec.Struct, tag="score"):
-    """Asks for the reward of one answer."""
-
-    task: Task
-    answer: str
-
-
 class ReadAttachments(msgspec.Struct, tag="read"):
-    """Asks for the task's own question for a peer's question with attachments."""
+    """Asks for the `Redrawn` question that the author's `read` makes of a peer's question and truth."""
 
+    name: str
     question: str
+    truth: str
     attachments: tuple[bytes, ...]
-
-
-class QuestionReply(msgspec.Struct):
-    """A question of the task, with its values as JSON."""
-
-    text: str
-    answer: str | None
-    system: str
-    split_by: str
-    values: str
-    """JSON object of scorer and info."""
-
-    @property
-    def question(self) -> Question:
-        """The question. Raises `ValueError`."""
-        values = json.loads(self.values)
-        return Question(self.text, self.answer, values["scorer"], self.system, values["info"], None, self.split_by)
+    id: str
 
 
 class TaskReply(msgspec.Struct):
@@ -147,16 +128,16 @@ class _Replay:
 
 
 class TaskHost:
-    """The loaded task, and the event loop on which it runs."""
+    """The loaded tasks by name, and the event loop on which they run."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()  # before the confinement, which refuses its socket pair
         self._loop.set_default_executor(_Inline(1))
-        self._task: Definition | None = None
+        self._tasks: dict[str, Definition] = {}
 
     def reply(self, frame: bytes) -> bytes:
         """The reply to a request. An exception of the task's code is an error."""
-        requests: Any = LoadTask | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments
+        requests: Any = LoadTask | DrawSeed | PlayAgain | ReadAttachments
         try:
             value = self._value(wire.decode(frame, requests))
             return wire.encode(TaskReply(msgspec.Raw(msgspec.msgpack.encode(value))))
@@ -165,52 +146,57 @@ class TaskHost:
         except (Exception, SystemExit) as error:  # an author's code raises what it will
             return wire.encode(TaskReply(error=described(error) or type(error).__name__))
 
-    def _value(self, request: LoadTask | DrawSeed | PlayAgain | ScoreAnswer | ReadAttachments) -> object:
+    def _value(self, request: LoadTask | DrawSeed | PlayAgain | ReadAttachments) -> object:
         if isinstance(request, LoadTask):
-            self._load(request)
+            self._tasks[request.name] = _loaded(request)
             return True
-        assert self._task is not None, "a task is loaded first"
+        task = self._tasks[request.name]
         if isinstance(request, DrawSeed):
-            return _replied(self._task.question_of(request.seed))
-        if isinstance(request, ReadAttachments):
-            return _replied(self._task.read(request.question, request.attachments))
+            return _drawn(task, task.question_of(request.seed), request.id)
         if isinstance(request, PlayAgain):
-            return self._loop.run_until_complete(self._played(self._task, request))
-        return self._loop.run_until_complete(self._task.score(request.task, [request.answer]))[0]
+            return self._loop.run_until_complete(_played(task, request))
+        question = task.read(request.question, request.attachments)
+        scorer = question.scorer or "exact"
+        asked = dataclasses.replace(question, answer=request.truth, scorer=scorer, attachments=())
+        return _drawn(task, asked, request.id)
 
-    def _load(self, request: LoadTask) -> None:
-        source = request.source
-        module = ModuleType(source.module)  # the sandbox has not the author's files
-        module.__package__ = source.module.rpartition(".")[0]
-        sys.modules[source.module] = module
-        exec(compile(source.text, f"{source.module}.py", "exec"), module.__dict__)  # this node's own code
-        if TOOLS in source.text:
-            importlib.import_module(SCHEMAS)  # takes longer than a conversation may
-        found = getattr(module, source.entry)
-        if not isinstance(found, Definition):
-            raise TypeError(f"expected a task of shoal.tasks.sdk, got {type(found).__name__}")
-        self._task = dataclasses.replace(found, rewrite=request.rewrite).given(json.loads(request.settings))
 
-    async def _played(self, task: Definition, request: PlayAgain) -> Course:
-        model = _Replay(request.answers)
-        if not task.converses:
-            said = request.answers[-1].content if request.answers else ""
-            (scored,) = await task.score(request.task, [said])
-            return Course((AskedFor(request.task.messages),), scored, said)
+def _loaded(request: LoadTask) -> Definition:
+    module = ModuleType(request.module)  # the sandbox has not the author's files
+    module.__package__ = request.module.rpartition(".")[0]
+    sys.modules[request.module] = module
+    exec(compile(request.text, f"{request.module}.py", "exec"), module.__dict__)  # this node's own code
+    if TOOLS in request.text:
+        importlib.import_module(SCHEMAS)  # takes longer than a conversation may
+    found = getattr(module, request.entry)
+    if not isinstance(found, Definition):
+        raise TypeError(f"expected a task of shoal.tasks.sdk, got {type(found).__name__}")
+    settings = {name: getattr(request, name) for name in ("name", "system_prompt", "rewrite", "eval_share")}
+    return dataclasses.replace(found, **settings).given(json.loads(request.settings))
+
+
+def _drawn(task: Definition, question: Question, id_: str) -> Redrawn:
+    return Redrawn(question.text, task.task_of(question, id_), split_of(task.split_text(question), task.eval_share))
+
+
+async def _played(task: Definition, request: PlayAgain) -> Course:
+    model, reward = _Replay(request.answers), None
+    turn_rewards: tuple[float, ...] = ()
+    said = [one.content for one in request.answers if one.role is Role.ASSISTANT]
+    answer = said[-1] if said else ""
+    if task.converses:
         try:
             outcome = await task.rollout(request.task, model)
         except PolicyFailed as failure:
             return Course(tuple(model.asked), Reward(0.0, evidence=str(failure)[:200]))
         reward = None if outcome.reward is None else Reward(outcome.reward)
-        answer = outcome.answer
-        if answer is None:
-            answer = next((one.content for one in reversed(request.answers) if one.role is Role.ASSISTANT), "")
-        return Course(tuple(model.asked), reward, answer, outcome.turn_rewards)
-
-
-def _replied(one: Question) -> QuestionReply:
-    values = json.dumps({"scorer": one.scorer, "info": one.info})
-    return QuestionReply(one.text, one.answer, one.system, one.split_by, values)
+        answer = answer if outcome.answer is None else outcome.answer
+        turn_rewards = outcome.turn_rewards
+    else:
+        model.asked.append(AskedFor(request.task.messages))
+    if reward is None and task.scores:
+        (reward,) = await task.score(request.task, [answer])
+    return Course(tuple(model.asked), reward, answer, turn_rewards)
 
 
 def main() -> None:
