@@ -35,8 +35,8 @@ HEAD = """# Models
 logprobs of packed rows in float32 equal those of transformers' eager attention to 1e-4 nats. The check is made again on
 each loaded model. An architecture that fails it is refused at the start, with the reason.
 
-With transformers {version}, {computed} architectures are computed and {refused} refused. Of {unmade} no tiny model
-could be made; such a model is checked when it is loaded.
+With transformers {version}, {computed} architectures are computed and {refused} refused. No tiny model of {unmade} more
+could be made; they are checked when loaded.
 [All rows with their reasons](../../benchmarks/results/architectures.json).
 """
 KINDS = (

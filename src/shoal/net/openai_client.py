@@ -1,6 +1,6 @@
 """OpenAI's client for sessions: one per event loop, whose connections all sessions share.
 
-A separate client per rollout takes 75 ms of processor time and blocks the event loop.
+Creating a client costs processor time and blocks the event loop, so no rollout has a separate one.
 """
 
 import asyncio
