@@ -85,7 +85,7 @@ SHORT = Plan(
         "RAY_health_check_failure_threshold": "3",
     },
 )
-"""What the tests run: a gang that loses its host goes on with the host that joined, of which Ray learns sooner."""
+"""Shortened form for the tests: a rank group that loses its host goes on with the host that joined."""
 
 
 def measure(quick: bool) -> Report:
@@ -239,7 +239,7 @@ class _Troubled:
         try:
             with urllib.request.urlopen(request, timeout=10) as answer:
                 roles = json.load(answer)
-        except OSError:  # the run gathers its next gang
+        except OSError:  # the run gathers its next rank group
             return False
         there = [role["seconds"] for name, role in roles.items() if name.startswith("engine")]
         return len(there) == count and min(there) < since_s

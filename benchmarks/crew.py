@@ -82,11 +82,11 @@ class Crew:
     def running(self) -> int:
         """Rollouts that services work on now."""
         services = self.task_server.services.values()
-        return sum(len(worker.leases) for service in services for worker in service.workers)
+        return sum(worker.running for service in services for worker in service.workers.values())
 
     def finished(self, name: str) -> int:
         """Rollouts that a service has handed in."""
-        return self.task_server.counts[name]["rollout done"]
+        return self.task_server.services[name].counts["rollout done"]
 
 
 class Process:

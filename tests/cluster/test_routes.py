@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from starlette.routing import Route
 from shoal import wire
 from shoal.cluster.engine_role import PullingFront
 from shoal.cluster.files import FileShelf, Stretch
-from shoal.cluster.registry import Roles, RunInfo
+from shoal.cluster.registry import RunInfo
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.router import engine_app
 from shoal.net.client import Client, authorization
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
+from shoal.run.roles import registry
 from shoal.types import Sampling
 from shoal.weights.pull import VersionPuller
 from shoal.weights.serving import VersionServer
@@ -37,12 +39,13 @@ async def asked(app: Starlette, method: str, path: str, token: str, body: object
     return reply.status_code, reply.text
 
 
-def run_of(folder: Path, shelf: FileShelf) -> Starlette:
+@contextmanager
+def run_of(folder: Path, shelf: FileShelf) -> Iterator[Starlette]:
     """All routes of a run; within an event loop."""
-    server = RunServer(token=TOKEN)
-    server.add([*VersionServer(WeightStore(folder), folder, IDENTITY).routes, *shelf.routes])
-    Roles(server, RunInfo(IDENTITY.public_key, "{}", "{}", Sampling(1), 8), shelf, lambda name, state: None)
-    return server.app
+    server = RunServer(shelf.routes, token=TOKEN)
+    info = RunInfo(IDENTITY.public_key, "{}", "{}", Sampling(1), 8)
+    with registry(server, info, VersionServer(WeightStore(folder), folder, IDENTITY), lambda name, state: None):
+        yield server.app
 
 
 def engine_of(folder: Path) -> Starlette:
@@ -60,12 +63,13 @@ def requests(app: Starlette) -> Iterator[tuple[str, str]]:
 
 def test_no_route_of_a_role_answers_without_its_token(tmp_path: Path) -> None:
     async def ask_all() -> None:
-        for app in (run_of(tmp_path, FileShelf()), engine_of(tmp_path)):
-            found = list(requests(app))
-            assert len(found) >= 8
-            for method, path in found:
-                for wrong in ("", "another", TOKEN[:-1]):
-                    assert (await asked(app, method, path, wrong))[0] == 401, (method, path)
+        with run_of(tmp_path, FileShelf()) as run:
+            for app in (run, engine_of(tmp_path)):
+                found = list(requests(app))
+                assert len(found) >= 8
+                for method, path in found:
+                    for wrong in ("", "another", TOKEN[:-1]):
+                        assert (await asked(app, method, path, wrong))[0] == 401, (method, path)
 
     asyncio.run(ask_all())
 
@@ -82,7 +86,7 @@ def test_files_of_a_run_are_read_and_written_in_the_folder_of_a_ticket_only(tmp_
         shelf, folder = FileShelf(), tmp_path / "shelf"
         (folder / "a").mkdir(parents=True)
         (tmp_path / "secret").write_text("secret")
-        app = run_of(tmp_path, shelf)
+        app = RunServer(shelf.routes, token=TOKEN).app
         with shelf.ticket(folder) as ticket:
             for method in ("GET", "POST"):
                 status, said = await asked(app, method, f"/v1/files/{ticket}/{name}", TOKEN)

@@ -173,7 +173,7 @@ def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_
                     await asyncio.to_thread(processes[0].wait)
                     processes.append(Process("service_tasks:Mortal", server.url, name="mortal", folder=HERE))
                     (rollout,) = await rolling
-                assert server.counts["mortal"]["rollout lost"] == 1
+                assert server.services["mortal"].counts["rollout lost"] == 1
                 return rollout
             finally:
                 for process in processes:

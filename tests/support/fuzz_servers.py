@@ -149,7 +149,7 @@ def engine_target(token: str) -> Target:
 
 def tasks_target(token: str) -> Target:
     """What a worker asks before its WebSocket."""
-    return Target({}, ["/openapi.json", "/v1/status", "/v1/work"], {"Authorization": f"Bearer {token}"})
+    return Target({}, ["/v1/status", "/v1/roles", "/v1/join"], {"Authorization": f"Bearer {token}"})
 
 
 def rewards_target() -> Target:

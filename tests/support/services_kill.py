@@ -30,7 +30,7 @@ async def run(groups: int, run_dir: Path, *, kills: int = 3) -> dict[str, object
             await until(lambda enough=enough: len(crew.ids) >= enough)
             recovered_s[name] = await killed(crew, processes[kill], name)
         await training
-        counts = {name: dict(crew.task_server.counts[name]) for name in NAMES}
+        counts = {name: dict(crew.task_server.services[name].counts) for name in NAMES}
     result = audit(run_dir)
     mix = {name: crew.trained[name] / crew.trained.total() for name in NAMES}
     return {

@@ -1,7 +1,9 @@
 """Who works on what: a service by itself, and processes of real services at a real run."""
 
 import asyncio
+import contextlib
 import gc
+import itertools
 import json
 import os
 import random
@@ -24,24 +26,20 @@ import service_tasks
 from shoal.config import Config, TaskConfig
 from shoal.errors import ConfigError, TaskError
 from shoal.interfaces import Environment
+from shoal.net.joining import JOIN, NUMBER
+from shoal.net.run_server import LeasedWorker, NotWanted, RunServer, WorkerLost
 from shoal.tasks.library import library_of, written
 from shoal.tasks.remote_environment import RemoteEnvironment
 from shoal.tasks.remote_protocol import (
-    PATH,
-    Cancel,
     DrawJob,
-    Hello,
-    JobFailed,
     JobScores,
     JobTask,
     RolloutJob,
     ScoreJob,
-    Service,
     SessionAt,
-    Worker,
-    document,
+    TaskRole,
 )
-from shoal.tasks.remote_server import NO_PROCESS, ServiceLate, TaskServer
+from shoal.tasks.remote_server import NO_PROCESS, Service, ServiceLate, TaskServer
 from shoal.tasks.remote_worker import RemoteWorker
 from shoal.tasks.sdk import Definition, EnvironmentFailed, definition_at
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
@@ -50,36 +48,38 @@ from until import until
 ASKED = Task("t", "sums", (Message(Role.USER, "1+1"),))
 SESSION = SessionAt("http://127.0.0.1:1/v1", "http://127.0.0.1:1", "key")
 
+SERVER = RunServer()
+numbers = itertools.count()
 
-ROLLOUT = RolloutJob(ASKED, SESSION)
-feeding: dict[int, list[Any]] = {}
 
-
-def joined(service: Service, most: int = 64, version: str = "1") -> Worker:
-    """A worker that is fed for as long as the event loop runs."""
-    worker = service.join(Hello("sums", version, converses=True, max_running=most))
-    feeding[id(worker)] = [
-        asyncio.create_task(worker.feed(*each)) for each in ((service.quick, 99), (service.rollouts, most))
-    ]
+def joined(service: Service, most: int = 64, version: str = "1") -> LeasedWorker:
+    worker = LeasedWorker(f"task-joined-{next(numbers)}", SERVER)
+    service.join(worker.name, TaskRole("sums", version, converses=True, max_running=most), worker)
     return worker
 
 
-def left(service: Service, worker: Worker) -> None:
-    for one in feeding.pop(id(worker)):
-        one.cancel()
-    service.workers.remove(worker)
-    worker.leave()
+def left(service: Service, worker: LeasedWorker) -> None:
+    worker.lose()
+    service.leave(worker.name)
 
 
-def submitted(service: Service, job=ROLLOUT) -> "asyncio.Task[Any]":
-    return asyncio.create_task(service.result(job, 1e9))
+def submitted(service: Service, plays: bool = True) -> "asyncio.Task[bytes]":
+    async def asked() -> bytes:
+        async with service.worker(plays=plays) as worker:
+            return await worker.called(b"job", 1e9)
+
+    return asyncio.create_task(asked())
 
 
-async def sent(worker: Worker) -> list[Any]:
+async def sent(worker: LeasedWorker) -> list[bytes]:
     """What has come to the worker since it was asked last."""
     for _ in range(8):
         await asyncio.sleep(0)
     return [worker.outgoing.get_nowait() for _ in range(worker.outgoing.qsize())]
+
+
+def number_of(message: bytes) -> bytes:
+    return message[: NUMBER.size]
 
 
 def test_work_goes_to_a_worker_up_to_its_limit_and_more_when_it_hands_in() -> None:
@@ -88,39 +88,48 @@ def test_work_goes_to_a_worker_up_to_its_limit_and_more_when_it_hands_in() -> No
         waiting = [submitted(service) for _ in range(3)]
         worker = joined(service, most=2)
         first, _ = await sent(worker)
-        done = JobScores(first.lease, [])
-        worker.take(done)
+        worker.take(number_of(first) + b"done")
         assert len(await sent(worker)) == 1
-        assert [one.result() for one in waiting if one.done()] == [done]
+        assert [one.result() for one in waiting if one.done()] == [b"done"]
+
+    asyncio.run(main())
+
+
+def test_work_goes_to_the_worker_with_less_of_it() -> None:
+    async def main() -> None:
+        service = Service()
+        workers = [joined(service), joined(service)]
+        waiting = [submitted(service, plays) for plays in (True,) * 4 + (False,) * 2]
+        assert [len(await sent(worker)) for worker in workers] == [3, 3]
+        assert not any(one.done() for one in waiting)
 
     asyncio.run(main())
 
 
 def test_draws_and_scores_take_no_rollout_s_place() -> None:
-    async def main() -> list[type]:
+    async def main() -> None:
         service = Service()
-        for job in (ROLLOUT, ROLLOUT, DrawJob(Split.TRAIN, 3), ScoreJob(ASKED, [])):
-            tasks.append(submitted(service, job))
-        return [type(job) for job in await sent(joined(service, most=1))]
+        waiting = [submitted(service, plays) for plays in (True, True, False, False)]
+        assert len(await sent(joined(service, most=1))) == 3
+        assert not any(one.done() for one in waiting)
 
-    tasks: list[Any] = []
-    assert asyncio.run(main()) == [DrawJob, ScoreJob, RolloutJob]
+    asyncio.run(main())
 
 
-def test_a_lost_worker_s_jobs_are_lost_once_and_its_late_results_are_nobody_s() -> None:
+def test_a_lost_worker_s_jobs_are_lost_once_and_its_late_results_are_dropped() -> None:
     async def main() -> None:
         service = Service()
         worker, waiting = joined(service), submitted(service)
         (job,) = await sent(worker)
         left(service, worker)
-        result = await waiting
-        assert (result.retry, result.by_policy) == (True, False)
-        worker.take(JobScores(job.lease, []))
+        with pytest.raises(WorkerLost, match="has left"):
+            await waiting
+        worker.take(number_of(job) + b"late")
 
     asyncio.run(main())
 
 
-def test_what_nobody_waits_for_is_cancelled_and_its_result_not_taken() -> None:
+def test_a_job_without_a_waiting_caller_is_cancelled_and_its_result_dropped() -> None:
     async def main() -> None:
         service = Service()
         waiting = submitted(service)
@@ -131,31 +140,33 @@ def test_what_nobody_waits_for_is_cancelled_and_its_result_not_taken() -> None:
         taken = submitted(service)
         (job,) = await sent(worker)
         taken.cancel()
-        assert await sent(worker) == [Cancel(job.lease)]
-        worker.take(JobScores(job.lease, []))
-        assert (waiting.cancelled(), taken.cancelled(), service.leases) == (True, True, {})
+        assert await sent(worker) == [number_of(job)]
+        worker.take(number_of(job) + b"late")
+        assert (waiting.cancelled(), taken.cancelled(), worker.running) == (True, True, 0)
 
     asyncio.run(main())
 
 
 def test_a_service_has_one_version_at_a_time() -> None:
     service = Service()
-    service.join(Hello("sums", "1"))
-    with pytest.raises(TaskError, match="served in version '1'"):
-        service.join(Hello("sums", "2"))
-    service.workers.clear()
-    service.join(Hello("sums", "2"))
+    first = joined(service)
+    with pytest.raises(NotWanted, match="served in version '1'"):
+        joined(service, version="2")
+    left(service, first)
+    joined(service, version="2")
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 4), st.integers(1, 60))
-def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most, jobs) -> None:
-    """Workers join, hand in, repeat and die at random; who waits asks again for what was lost."""
+def test_each_job_ends_once_while_workers_die_and_callers_leave(seed, most, jobs) -> None:
+    """Workers join, hand in, repeat and die at random; callers ask again for lost jobs."""
     dice, ended = random.Random(seed), []
 
     async def ask(service: Service, number: int) -> None:
-        while isinstance(await service.result(ROLLOUT, 1e9), JobFailed):
-            pass
+        while True:
+            with contextlib.suppress(WorkerLost):
+                await submitted(service)
+                break
         ended.append(number)
 
     async def main() -> list[int]:
@@ -170,10 +181,10 @@ def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most,
             jobs_sent, worker = dice.choice(workers)
             jobs_sent += await sent(worker)
             event = dice.random()
-            assert len(worker.leases) <= most
+            assert worker.running <= most
             if event < 0.8 and jobs_sent:
                 for _ in range(dice.randint(1, 2)):
-                    worker.take(JobScores(dice.choice(jobs_sent).lease, []))
+                    worker.take(number_of(dice.choice(jobs_sent)) + b"done")
             elif event < 0.9 and not calm:
                 workers.remove((jobs_sent, worker))
                 left(service, worker)
@@ -183,12 +194,6 @@ def test_whatever_dies_is_cancelled_or_comes_late_each_job_ends_once(seed, most,
 
     withdrawn = asyncio.run(main())
     assert sorted([*ended, *withdrawn]) == list(range(jobs))
-
-
-def test_the_protocol_is_described_by_an_openapi_document() -> None:
-    described = json.loads(json.dumps(document()))
-    assert set(described["paths"]) == {PATH}
-    assert {"Hello", "RolloutJob", "JobFailed", "Cancel"} <= set(described["components"]["schemas"])
 
 
 def test_a_task_of_a_few_lines_draws_the_same_again_and_keeps_questions_held_out() -> None:
@@ -276,15 +281,15 @@ def test_the_library_of_a_configuration_waits_for_workers_at_its_address() -> No
     asyncio.run(main(port))
 
 
-def test_a_worker_says_once_that_it_waits_for_a_run_and_then_that_it_serves_it() -> None:
+def test_a_worker_says_once_that_it_waits_for_a_run_and_then_that_it_joined_it() -> None:
     async def main(port: int) -> None:
         heard: list[str] = []
         worker = RemoteWorker(service_tasks.Fast, f"http://127.0.0.1:{port}")
-        serving = asyncio.create_task(worker.run(lambda: heard.append("serves"), lambda: heard.append("waits")))
+        serving = asyncio.create_task(worker.run(heard.append))
         await until(lambda: bool(heard))
         config = Config.model_validate({"tasks": [{"name": "fast", "service": "remote", "path": f"127.0.0.1:{port}"}]})
         library = await asyncio.to_thread(library_of, config)
-        assert heard == ["waits", "serves"]
+        assert heard == [f"waiting for a run at {worker.url}", f"joined {worker.url} as task-joined-1"]
         await asyncio.to_thread(library.__exit__)
         serving.cancel()
         await asyncio.wait([serving])
@@ -319,7 +324,7 @@ def test_a_service_without_a_process_for_long_is_not_served_and_what_waits_for_i
 
         server.on_workers = note
         serving = asyncio.create_task(RemoteWorker(service_tasks.Fast, server.url).run())
-        await server.done(server.served["fast"].wait())
+        await server.done(server.services["fast"].served.wait())
         serving.cancel()
         await asyncio.wait([serving])
         await left.wait()
@@ -355,8 +360,11 @@ def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> Non
 
 def test_a_process_that_scores_too_few_answers_scored_none() -> None:
     class Absent:
+        def __init__(self) -> None:
+            self.services = {"fast": Service()}
+
         async def call(self, name, job, kind, timeout_s):
-            return JobScores("", [Reward(1.0)])
+            return JobScores([Reward(1.0)])
 
         done = staticmethod(asyncio.ensure_future)
 
@@ -366,9 +374,9 @@ def test_a_process_that_scores_too_few_answers_scored_none() -> None:
     assert rewards == [Reward(0.0, RewardStatus.FAILED, evidence=why)] * 2
 
 
-HELLO = b'{"name":"fast","version":"1"}'
+HELLO = b'{"type":"task","name":"fast","version":"1"}'
 HOSTILE = (
-    *(b"", b"{", b"[" * 5000, b"\x00", b'{"name":"fast","version":1}'),
+    *(b"", b"{", b"[" * 5000, b"\x00", HELLO.replace(b'"1"', b"1"), HELLO.replace(b"task", b"rank")),
     *(HELLO.replace(b"fast", b"slow"), HELLO.replace(b"}", b',"protocol":1}')),
 )
 
@@ -377,21 +385,21 @@ HOSTILE = (
 @pytest.mark.parametrize("binary", [False, True])
 def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first: bytes, binary: bool) -> None:
     async def main(server: TaskServer) -> None:
-        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
+        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + JOIN) as socket:
             await (socket.send_bytes(first) if binary else socket.send_str(first.decode()))
             said = [json.loads(one.data) async for one in _answered(socket, first == HELLO)]
             assert said[-1]["type"] == "refused"
             assert said[-1]["reason"] not in ("", "None")
-        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
+        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + JOIN) as socket:
             await socket.send_str(HELLO.decode())
-            assert await socket.receive_json() == {"type": "welcome"}
+            assert (await socket.receive_json())["type"] == "joined"
 
     async def _answered(socket, greeted: bool):
         async for one in socket:
             yield one
             if greeted:
                 greeted = False
-                await socket.send_str('{"type": "scored", "lease": 1}')
+                await socket.send_bytes(b"short")
 
     with TaskServer(["fast"]) as server:
         asyncio.run(main(server))
@@ -400,7 +408,7 @@ def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the connection that is given up
 def test_a_worker_that_reads_nothing_does_not_hold_up_the_end_of_the_server() -> None:
     async def main(server: TaskServer) -> None:
-        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + PATH) as socket:
+        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + JOIN) as socket:
             await socket.send_str(HELLO.decode())
             jobs = [ScoreJob(ASKED, ["x" * 1_000_000])] * 20
             scoring = [asyncio.create_task(server.done(server.call("fast", job, JobScores, 60.0))) for job in jobs]
@@ -418,7 +426,7 @@ def test_no_page_of_another_site_opens_a_worker_s_socket() -> None:
         async with aiohttp.ClientSession() as http:
             for headers in ({"Origin": "http://127.0.0.1"}, {"Host": "evil.example"}):
                 with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
-                    await http.ws_connect(server.url + PATH, headers=headers)
+                    await http.ws_connect(server.url + JOIN, headers=headers)
                 found.append(refused.value.status)
         return found
 
@@ -428,9 +436,9 @@ def test_no_page_of_another_site_opens_a_worker_s_socket() -> None:
 
 def test_a_worker_without_the_token_or_with_another_name_ends_with_a_sentence() -> None:
     with TaskServer(["fast"], token="secret") as server:
-        with pytest.raises(TaskError, match="HTTP 401"):
+        with pytest.raises(ConfigError, match="wants its token"):
             asyncio.run(RemoteWorker(service_tasks.Fast, server.url).run())
-        with pytest.raises(TaskError, match="expected one of fast, got 'slow'"):
+        with pytest.raises(ConfigError, match="expected one of fast, got 'slow'"):
             asyncio.run(RemoteWorker(service_tasks.Slow, server.url, token="secret").run())
 
 

@@ -82,12 +82,10 @@ def test_ranks_without_a_directory_in_common_write_the_bytes_of_one_rank(tiny_mo
     models, shelf = {"dense": tiny_model_dir, "mixture": mixture, "joined": joined, "large": large}, FileShelf()
     store = WeightStore(tmp_path / "weights")
     folders = {case: store.begin(version) for version, case in enumerate(CASES)}
-    with RunServer(token=TOKEN) as server:
-        server.add(shelf.routes)
-        with ExitStack() as stack:
-            tickets = {case: stack.enter_context(shelf.ticket(folder)) for case, folder in folders.items()}
-            given = (models, tmp_path, f"127.0.0.1:{free_port()}", server.url, tickets)
-            multiprocessing.spawn(rank, given, nprocs=RANKS)
+    with RunServer(shelf.routes, token=TOKEN) as server, ExitStack() as stack:
+        tickets = {case: stack.enter_context(shelf.ticket(folder)) for case, folder in folders.items()}
+        given = (models, tmp_path, f"127.0.0.1:{free_port()}", server.url, tickets)
+        multiprocessing.spawn(rank, given, nprocs=RANKS)
     for version, case in enumerate(CASES):
         assert store.kept(version) is None, "it is no Version until it is sealed"
         store.seal(version)
@@ -103,7 +101,7 @@ def test_ranks_without_a_directory_in_common_write_the_bytes_of_one_rank(tiny_mo
     half = len(CASES)  # of which one rank has sent its rows when the other one is killed
     shutil.copy(tmp_path / "host-0" / "dense" / FILE, store.begin(half))
     assert (store.kept(half), store.directory_of(half).exists()) == (None, False)
-    assert list(store.begin(half).iterdir()) == [], "the next gang begins it anew"
+    assert list(store.begin(half).iterdir()) == [], "the next rank group begins it anew"
 
 
 def written_by_host(file: Path) -> int:

@@ -115,10 +115,8 @@ def serve_task(
 
     served = definition_at(task)
     served = dataclasses.replace(served, name=name or served.name, max_running=max_running or served.max_running)
-
-    joined = partial(print, f"{served.name} {served.version} serves {orchestrator}", flush=True)
-    waits = partial(print, f"{served.name} waits for a run at {orchestrator}", flush=True)
-    until_stopped(RemoteWorker(served, orchestrator, token=os.environ.get(TOKEN_VARIABLE, "")).run(joined, waits))
+    worker = RemoteWorker(served, orchestrator, os.environ.get(TOKEN_VARIABLE, ""))
+    until_stopped(worker.run(partial(print, f"{served.name} {served.version}:", flush=True)))
 
 
 @clusters.command("template")

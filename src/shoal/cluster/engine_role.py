@@ -16,10 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
-from shoal.cluster.joining import OtherRun, Work, hold_lease, no_work, run_info
-from shoal.cluster.registry import EngineRole, RunInfo
+from shoal.cluster.registry import EngineRole, OtherRun, RunInfo, run_info
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine import protocol
 from shoal.engine.detect_server import connect
@@ -31,6 +28,7 @@ from shoal.errors import ChildDied, ConfigError, EngineUnavailable, RequestRefus
 from shoal.interfaces import EngineInfo
 from shoal.net.client import Client
 from shoal.net.command import Command
+from shoal.net.joining import hold_lease
 from shoal.net.listening import free_port, own_address, tls_files
 from shoal.net.process import Child, cores
 from shoal.net.server import serving
@@ -95,7 +93,7 @@ class EngineHost:
         app = engine_app(PullingFront(engine, puller), token=token)
         async with serving(app, host, self.port, tls=tls_files(), idle_s=600, grace_s=1) as url:
             role = EngineRole(url, token)
-            holding = hold_lease(self.url, self.token, role, info.key, announce, _work(puller, info.process))
+            holding = hold_lease(self.url, self.token, role, announce, check=_check(puller, info))
             leased = asyncio.create_task(holding, name="lease")
             try:
                 await asyncio.wait({died, leased}, return_when=asyncio.FIRST_COMPLETED)
@@ -157,23 +155,17 @@ class EngineHost:
                 await asyncio.sleep(ASK_AGAIN_S)
 
 
-def _work(puller: VersionPuller, process: str) -> Work:
-    """Work of an engine that another process of the run may use only while it has the engine's Version."""
-    known = {process}
+def _check(puller: VersionPuller, info: RunInfo) -> Callable[[Client], Awaitable[None]]:
+    """Check that another process of the run may use the engine only while it has the engine's Version."""
+    known = {info.process}
 
-    @asynccontextmanager
-    async def work(socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-        try:
-            now = (await run_info(puller.client)).process
-            if now not in known and not await puller.is_of_run():
-                raise OtherRun("the run goes on from an older copy, without the Version of this engine")
-        except EngineUnavailable as error:
-            raise ConnectionError(str(error)) from error  # the lease is tried again
+    async def check(client: Client) -> None:
+        now = (await run_info(client, info.key)).process
+        if now not in known and not await puller.is_of_run():
+            raise OtherRun("the run goes on from an older copy, without the Version of this engine")
         known.add(now)
-        async with no_work(socket) as take:
-            yield take
 
-    return work
+    return check
 
 
 async def _how(child: Child) -> str:

@@ -9,9 +9,10 @@ The model, checkpoints and Versions pass as files into and out of a temporary fo
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -19,11 +20,10 @@ import msgspec
 
 from shoal import wire
 from shoal.cluster.files import NAME, fetch_files, send_files
-from shoal.cluster.gang import NUMBER
-from shoal.cluster.joining import ASK_AGAIN_S, OtherRun, hold_lease, run_info
-from shoal.cluster.registry import Gathered, RankRole
+from shoal.cluster.registry import Gathered, OtherRun, RankRole, run_info
 from shoal.errors import ChildDied, EngineUnavailable, ShoalError, WireError
 from shoal.net.client import Client
+from shoal.net.joining import ASK_AGAIN_S, NUMBER, Answering, hold_lease
 from shoal.net.listening import free_port, own_address
 from shoal.net.process import Child, cores, cpu_ticks, torch_environment
 from shoal.trainer.messages import (
@@ -57,7 +57,7 @@ class RankHost:
     gpu: str = ""
 
     async def run(self, announce: Callable[[str], None]) -> None:
-        """Works until it is cancelled, in one gang after another. Raises a `ShoalError`."""
+        """Works until it is cancelled, in one rank group after another. Raises a `ShoalError`."""
         while True:
             client = Client(self.url, token=self.token)
             try:
@@ -70,7 +70,8 @@ class RankHost:
                     continue
                 with suppress(OtherRun):
                     link = _Link(self, client, model_dir)
-                    await hold_lease(self.url, self.token, self._role(), info.key, announce, link.connected)
+                    check = partial(run_info, key=info.key)
+                    await hold_lease(self.url, self.token, self._role(), announce, link.connected, check)
             finally:
                 await client.aclose()
 
@@ -91,42 +92,22 @@ class _Link:
         self._work = host.folder / f"work-{os.getpid()}"
 
     @asynccontextmanager
-    async def connected(
-        self, socket: aiohttp.ClientWebSocketResponse
-    ) -> AsyncIterator[Callable[[bytes], Awaitable[None]]]:
-        """Takes the messages of one connection, with which the worker ends."""
-        frames: asyncio.Queue[bytes] = asyncio.Queue()
-        working: list[asyncio.Task[None]] = []
+    async def connected(self, socket: aiohttp.ClientWebSocketResponse) -> AsyncIterator[Answering]:
+        """Starts the worker at the first call of a connection, and ends it with the connection, or the other way."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, self._work, ignore_errors=True)
+            children: list[Child] = []
 
-        async def take(message: bytes) -> None:
-            if working:
-                frames.put_nowait(message)
-            else:
-                word = msgspec.json.decode(message, type=Gathered)
-                working.append(asyncio.create_task(self._serve(word, socket, frames), name=f"rank {word.rank}"))
-                working[0].add_done_callback(lambda _: asyncio.ensure_future(socket.close()))
+            async def answer(request: bytes) -> bytes:
+                if not children:
+                    child = self._child(msgspec.json.decode(request, type=Gathered))
+                    children.append(await stack.enter_async_context(child))
+                    beating = asyncio.create_task(_beat(socket, child), name="heartbeat")
+                    stack.callback(beating.cancel)
+                    return b""
+                return wire.encode(await self._answer(children[0], request))
 
-        try:
-            yield take
-        finally:
-            for task in working:
-                task.cancel()
-            await asyncio.gather(*working, return_exceptions=True)
-            await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
-
-    async def _serve(
-        self, word: Gathered, socket: aiohttp.ClientWebSocketResponse, frames: "asyncio.Queue[bytes]"
-    ) -> None:
-        """Starts the worker, and answers each request; ends with the worker."""
-        child = self._child(word)
-        with suppress(ChildDied, ConnectionError):  # the run sees that the rank is gone
-            async with child, asyncio.TaskGroup() as tasks:
-                beating = tasks.create_task(_beat(socket, child), name="heartbeat")
-                while not child.closed():
-                    frame = await frames.get()
-                    answer = await self._answer(child, frame[NUMBER.size :])
-                    await socket.send_bytes(frame[: NUMBER.size] + wire.encode(answer))
-                beating.cancel()
+            yield answer
 
     def _child(self, word: Gathered) -> Child:
         where = [f"--rank={word.rank}", f"--ranks={word.ranks}", f"--master={word.master}"]
@@ -178,7 +159,9 @@ class _Link:
 
 
 async def _beat(socket: aiohttp.ClientWebSocketResponse, child: Child) -> None:
-    """Tells the run again and again how much the worker has computed."""
-    while True:
-        await socket.send_bytes(NUMBER.pack(0) + NUMBER.pack(cpu_ticks(child.pid)))
-        await asyncio.sleep(BEAT_S)
+    """Reports the worker's processor time until it ends, and then closes the connection: the rank is gone."""
+    with suppress(aiohttp.ClientError, OSError):  # the run has closed it
+        while not child.closed():
+            await socket.send_bytes(NUMBER.pack(0) + NUMBER.pack(cpu_ticks(child.pid)))
+            await asyncio.sleep(BEAT_S)
+        await socket.close()

@@ -4,12 +4,13 @@ import secrets
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from shoal.cluster.joining import OtherRun, hold_lease, run_info
-from shoal.cluster.registry import RewardsRole
+from shoal.cluster.registry import OtherRun, RewardsRole, run_info
 from shoal.config import RewardConfig
 from shoal.net.client import Client
+from shoal.net.joining import hold_lease
 from shoal.net.listening import own_address, tls_files
 from shoal.net.server import serving
 from shoal.reward.server import RewardServer
@@ -42,4 +43,5 @@ class RewardsHost:
         finally:
             await client.aclose()
         with suppress(OtherRun):
-            await hold_lease(self.url, self.token, role, info.key, announce)
+            check = partial(run_info, key=info.key)
+            await hold_lease(self.url, self.token, role, announce, check=check)

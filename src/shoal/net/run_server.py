@@ -1,30 +1,148 @@
 """The HTTP server of a run, in a separate thread, so that a busy main event loop delays no ping.
 
-Rooms add their routes. A role of a run is a process that holds a WebSocket open here: the connection is its lease.
+    GET /v1/join     the WebSocket of a role: its lease
+    GET /v1/roles    the roles that are there
+
+Rooms add their routes, and a `RoleHandler` for each kind of role that they use. A role belongs to the run for as long
+as its connection answers pings.
 """
 
 import asyncio
 import contextlib
+import itertools
+import struct
 import threading
-from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
-from starlette.routing import BaseRoute
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import ChildDied, ConfigError, ShoalError
 from shoal.net.client import LEASE_S, TOKEN_VARIABLE
+from shoal.net.joining import JOIN, NUMBER, PROTOCOL, Admitted, NotJoined, RunRole
 from shoal.net.listening import is_loopback, listening_socket, tls_files, url_of
-from shoal.net.server import HANDLERS, Bounds, decoded, guarded, serving
+from shoal.net.server import HANDLERS, Bounds, decoded, guarded, json, serving
 
 STOP_GRACE_S = 1
 
 R = TypeVar("R")
+
+
+class WorkerLost(ChildDied):
+    """The process of a role has left; another one can take its place."""
+
+
+class NotWanted(ShoalError):
+    """A role that the run will not use, however often it asks."""
+
+
+class LeasedWorker:
+    """Worker that has joined, for as long as its connection lasts; calls may overlap.
+
+    Its state belongs to the server's event loop.
+    """
+
+    def __init__(self, name: str, server: "RunServer") -> None:
+        self.name, self.ticks = name, 0
+        self.outgoing: asyncio.Queue[bytes] = asyncio.Queue()
+        """Messages to send; an empty one ends the lease."""
+        self._server = server
+        self._numbers = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[bytes]] = {}
+        self._gone = asyncio.Event()
+
+    @property
+    def running(self) -> int:
+        """Number of calls without an answer."""
+        return len(self._calls)
+
+    async def call(self, request: bytes, timeout_s: float) -> bytes:
+        """Answer to a request, for another event loop than the server's. Raises as `called` does."""
+        return await self._server.done(self.called(request, timeout_s))
+
+    async def called(self, request: bytes, timeout_s: float) -> bytes:
+        """Answer to a request, on the server's event loop.
+
+        Raises `WorkerLost` and `TimeoutError`. A call that ends without an answer is cancelled at the worker.
+        """
+        if self._gone.is_set():
+            raise self._lost()
+        number = next(self._numbers)
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._calls[number] = answer
+        self.outgoing.put_nowait(NUMBER.pack(number) + request)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        finally:
+            del self._calls[number]
+            if answer.cancelled():
+                self.outgoing.put_nowait(NUMBER.pack(number))
+
+    async def died(self) -> str:
+        """Waits on another event loop until the worker has left; raises `WorkerLost`, after which a run can go on."""
+        await self._server.done(self._gone.wait())
+        raise self._lost()
+
+    def close(self) -> None:
+        """Ends the lease, from any thread."""
+        self._server.loop.call_soon_threadsafe(self.outgoing.put_nowait, b"")
+
+    def take(self, message: bytes) -> None:
+        """Takes a message of the worker; a late answer is dropped. Raises a `ShoalError`."""
+        try:
+            (number,) = NUMBER.unpack_from(message)
+            if number == 0:
+                (self.ticks,) = NUMBER.unpack_from(message, NUMBER.size)
+        except struct.error:
+            raise ShoalError(f"expected the number of a call before its answer, got {message[:80]!r}") from None
+        answer = self._calls.get(number)
+        if answer is not None and not answer.done():
+            answer.set_result(message[NUMBER.size :])
+
+    def lose(self) -> None:
+        """Fails the calls without an answer: the worker has left."""
+        self._gone.set()
+        for answer in self._calls.values():
+            if not answer.done():
+                answer.set_exception(self._lost())
+
+    def _lost(self) -> WorkerLost:
+        return WorkerLost(f"{self.name} has left")
+
+
+class RoleHandler(Protocol):
+    """User of one kind of roles; both methods run on the event loop for which it was opened."""
+
+    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
+        """Returns once the run uses the role. Raises a `ShoalError`."""
+
+    async def leave(self, name: str) -> None:
+        """Returns once the run uses the role no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    kind: type[RunRole]
+    handler: RoleHandler
+    loop: asyncio.AbstractEventLoop
+
+
+class _Head(msgspec.Struct):
+    """Part of a role's first message that is the same for all kinds."""
+
+    type: str
+    protocol: int = PROTOCOL
 
 
 class RunServer:
@@ -37,22 +155,32 @@ class RunServer:
         host: str = "127.0.0.1",
         port: int = 0,
         token: str = "",
-        free: Collection[str] = (),
         lease_s: float = LEASE_S,
     ) -> None:
-        """With a `token`, every request but those of `free` paths must carry it.
+        """With a `token`, every request must carry it.
 
         Raises `ConfigError` when other machines can reach `host` and there is no token.
         """
         if not is_loopback(host) and not token:
-            raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token of their own")
+            raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token")
         self.token, self._at, self._lease_s = token, (host, port), lease_s
-        guard = Middleware(guarded, token=token, free=free, host=host)
-        self.app = Starlette(routes=routes, middleware=[guard], exception_handlers=dict(HANDLERS))
+        self.on_role: Callable[[str, str], None] = lambda name, state: None
+        """Called in the server's thread with the name of a role, and what became of it."""
+        self._handlers: dict[str, _Opened] = {}
+        self._present: dict[str, float] = {}
+        self._numbers: Counter[str] = Counter()
+        guard = Middleware(guarded, token=token, host=host)
+        own = [WebSocketRoute(JOIN, self._join), Route("/v1/roles", self._list)]
+        self.app = Starlette(routes=[*own, *routes], middleware=[guard], exception_handlers=dict(HANDLERS))
 
-    def add(self, routes: Sequence[BaseRoute]) -> None:
-        """Adds routes, also while the server listens."""
+    @contextlib.contextmanager
+    def added(self, routes: Sequence[BaseRoute]) -> Iterator[None]:
+        """Serves more routes within the block, also while the server listens."""
         self.app.router.routes.extend(routes)
+        try:
+            yield
+        finally:
+            self.app.router.routes[:] = [route for route in self.app.router.routes if route not in routes]
 
     def __enter__(self) -> Self:
         self._tls, self._stopping = tls_files(), asyncio.Event()
@@ -87,55 +215,94 @@ class RunServer:
         """The result of a coroutine on the server's loop, for another event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self.loop))
 
-    async def lease(
-        self,
-        socket: WebSocket,
-        hello: type[R],
-        registered: Callable[[R, WebSocket], AbstractAsyncContextManager[Callable[[bytes], object]]],
-        refused: Callable[[Exception], object],
-    ) -> None:
-        """Serves the connection of one role from its first message to its last.
+    def open(self, kind: type[RunRole], handler: RoleHandler, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Lets roles of a kind in; the handler is called on `loop`, by default the running one."""
+        self._handlers[_tag(kind)] = _Opened(kind, handler, loop or asyncio.get_running_loop())
 
-        `registered` takes the first message and yields a function for the later ones; it exits with the connection.
-        Both may raise a `ShoalError`; the role then gets the message that `refused` makes of the error.
-        """
+    def close(self, kind: type[RunRole]) -> None:
+        """Lets no more roles of a kind in; the handler is not notified when those there leave."""
+        self._handlers.pop(_tag(kind), None)
+
+    async def _list(self, _: Request) -> Response:
+        now_s = time.monotonic()
+        return json({name: {"seconds": now_s - since_s} for name, since_s in sorted(self._present.items())})
+
+    async def _join(self, socket: WebSocket) -> None:
+        """Serves the connection of one role from its first message to its last."""
         await socket.accept()
         try:
             async with asyncio.timeout(self._lease_s):
-                first = decoded(await _message(socket), hello)
-            await self._held(registered(first, socket), socket)
+                first = await _message(socket)
+            await self._leased(first, socket)
         except (ShoalError, TimeoutError) as error:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # it has disconnected meanwhile
-                await send(socket, refused(error))
+                await _send(socket, NotJoined(str(error), again=not isinstance(error, NotWanted)))
                 await socket.close()
         except WebSocketDisconnect:
             return
 
-    async def _held(
-        self, registered: AbstractAsyncContextManager[Callable[[bytes], object]], socket: WebSocket
-    ) -> None:
+    async def _leased(self, first: bytes, socket: WebSocket) -> None:
         """Keeps a role registered until its connection ends, which also ends a registration under way."""
-        messages: asyncio.Queue[bytes] = asyncio.Queue()
-
-        async def serve() -> None:
-            async with registered as received:
-                while True:
-                    received(await messages.get())
+        head = decoded(first, _Head)
+        if head.protocol != PROTOCOL:
+            raise NotWanted(f"protocol: expected {PROTOCOL}, got {head.protocol}; install the run's version")
+        opened = self._handlers.get(head.type)
+        if opened is None:
+            raise ShoalError(f"the run takes no role {head.type[:80]!r} now")
+        role = decoded(first, opened.kind)
+        self._numbers[head.type] += 1
+        worker = LeasedWorker(f"{head.type}-joined-{self._numbers[head.type]}", self)
 
         async def read() -> None:
             while True:
-                messages.put_nowait(await _message(socket))
+                worker.take(await _message(socket))
 
-        serving, reading = asyncio.ensure_future(serve()), asyncio.ensure_future(read())
+        serving = asyncio.ensure_future(self._served(opened, role, worker, socket))
+        reading = asyncio.ensure_future(read())
         try:
             await asyncio.wait({serving, reading}, return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
-            reading.result()
+            else:
+                reading.result()
         finally:
             reading.cancel()
             serving.cancel()
             await asyncio.wait({serving, reading})
+
+    async def _served(self, opened: _Opened, role: RunRole, worker: LeasedWorker, socket: WebSocket) -> None:
+        """Registers a role, and sends its messages."""
+        name = worker.name
+        await _on(opened.loop, opened.handler.join(name, role, worker))
+        self._present[name] = time.monotonic()
+        self.on_role(name, "joined")
+        try:
+            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the role disconnects
+                await _send(socket, Admitted(name))
+                while message := await worker.outgoing.get():
+                    await socket.send_bytes(message)
+                await socket.close()
+        finally:
+            del self._present[name]
+            worker.lose()
+            self.on_role(name, "left")
+            if self._handlers.get(_tag(opened.kind)) is opened:
+                with contextlib.suppress(ShoalError):  # there is nothing left to leave
+                    await _on(opened.loop, opened.handler.leave(name))
+
+
+def _tag(kind: type[RunRole]) -> str:
+    return str(kind.__struct_config__.tag)
+
+
+async def _on(loop: asyncio.AbstractEventLoop, doing: Coroutine[Any, Any, None]) -> None:
+    """Awaits something on another event loop. Raises `ShoalError` when that ends meanwhile."""
+    try:
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, loop))
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise ShoalError("the run ends, or goes on from its log") from None
 
 
 async def _message(socket: WebSocket) -> bytes:
@@ -146,6 +313,6 @@ async def _message(socket: WebSocket) -> bytes:
     return given.get("bytes") or (given.get("text") or "").encode()
 
 
-async def send(socket: WebSocket, message: object) -> None:
+async def _send(socket: WebSocket, message: object) -> None:
     """Sends a message as JSON text."""
     await socket.send_text(msgspec.json.encode(message).decode())

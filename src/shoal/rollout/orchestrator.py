@@ -293,5 +293,5 @@ def attend(server: TaskServer, sources: Sequence[Source], wake: Callable[[], Non
             loop.call_soon_threadsafe(changed, name, served)
 
     server.on_workers = notify
-    for name, served in server.served.items():
-        changed(name, served.is_set())
+    for name, service in server.services.items():
+        changed(name, service.served.is_set())

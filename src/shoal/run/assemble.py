@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from shoal.cluster.registry import Roles
 from shoal.config import Config
 from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer
+from shoal.net.run_server import RunServer
 from shoal.rollout.agents.clients import Agent, agent_of
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.mixture_weights import BOUNDS, Adjuster
@@ -38,7 +38,7 @@ async def serving(
     resume: bool = False,
     on_event: OnEvent = lambda how: None,
     own: OwnEngines | None = None,
-    roles: Roles | None = None,
+    roles: RunServer | None = None,
 ) -> AsyncIterator[tuple[Engine, SingleTurn]]:
     """Starts the engines as one, a scorer, and the runner over both; `on_event` gets the loss of an engine.
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
-from shoal.cluster.registry import EngineRole, Role, RoleLine, Roles
+from shoal.cluster.registry import EngineRole
 from shoal.config import Config
 from shoal.engine.answers import MOST_TOKENS, AnswerRules
 from shoal.engine.detect_server import connect
@@ -24,7 +24,9 @@ from shoal.engine.http_client import HttpEngine, PullingEngine
 from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
+from shoal.net.joining import RunRole
 from shoal.net.process import GRACE_S, Child
+from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.run.prepared import Prepared, sampling_of, sizes_of
 
 START_TIMEOUT_S = 300.0
@@ -81,7 +83,7 @@ class OwnEngines:
 
 @asynccontextmanager
 async def engines(
-    settings: EngineSettings, on_event: OnEvent, own: OwnEngines, roles: Roles | None = None
+    settings: EngineSettings, on_event: OnEvent, own: OwnEngines, roles: RunServer | None = None
 ) -> AsyncIterator[EnginePool]:
     """Opens the pool once it has all own engines, or one of other hosts; engines also join by `roles`.
 
@@ -235,7 +237,7 @@ class _Joined:
         self._pool = pool
         self.first = asyncio.Event()
 
-    async def join(self, name: str, role: Role, line: RoleLine) -> None:
+    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
         """Returns once the engine serves the newest weights. Raises `EngineError`."""
         assert isinstance(role, EngineRole)
         await self._pool.join(name, PullingEngine(role.url, token=role.token))

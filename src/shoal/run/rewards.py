@@ -5,10 +5,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.registry import RewardsRole, Role, RoleLine, Roles
+from shoal.cluster.registry import RewardsRole
 from shoal.config import Config
 from shoal.errors import ChildDied
 from shoal.interfaces import Scorer
+from shoal.net.joining import RunRole
+from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.service import BinaryScorer, RewardService
 from shoal.run.prepared import Prepared
@@ -29,7 +31,7 @@ class ResumableRewards(RewardService):
 
 @asynccontextmanager
 async def own_scorer(
-    config: Config, prepared: Prepared, log: Path, *, resumable: bool = False, roles: Roles | None = None
+    config: Config, prepared: Prepared, log: Path, *, resumable: bool = False, roles: RunServer | None = None
 ) -> AsyncIterator[Scorer]:
     """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`.
 
@@ -52,7 +54,7 @@ class _Joined:
 
     scorer: RemoteScorer
 
-    async def join(self, name: str, role: Role, line: RoleLine) -> None:
+    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
         """Lets the scorer be asked."""
         assert isinstance(role, RewardsRole)
         self.scorer.add(name, role.url, role.token)

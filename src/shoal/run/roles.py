@@ -7,14 +7,17 @@ import asyncio
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-from shoal.cluster.files import FileShelf
-from shoal.cluster.gang import Gang
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
 from shoal.cluster.on_ray import RayPlan, started
-from shoal.cluster.registry import RankRole, Roles, RunInfo
+from shoal.cluster.rank_group import RankGroup
+from shoal.cluster.registry import RunInfo
 from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.files import replaced
@@ -22,6 +25,7 @@ from shoal.net.client import TOKEN_VARIABLE
 from shoal.net.identity import Identity
 from shoal.net.listening import tls_files
 from shoal.net.run_server import RunServer
+from shoal.net.server import json
 from shoal.observe.metrics import Trackers
 from shoal.run.backup import KEY_FILE
 from shoal.run.prepared import Prepared, sampling_of
@@ -33,7 +37,7 @@ TOKEN_FILE = "run.token"
 
 
 def run_token(config: Config) -> str:
-    """Token of a run: the user's, else that of the resumed run, else a new one; empty when nobody registers."""
+    """Token of a run: the user's, else that of the resumed run, else a new one; empty when no role registers."""
     if not config.cluster.listen:
         return ""
     kept = Path(config.run_dir) / TOKEN_FILE
@@ -71,7 +75,7 @@ def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> 
 @asynccontextmanager
 async def opened_roles(
     config: Config, prepared: Prepared, store: WeightStore, trackers: Trackers
-) -> AsyncIterator[Roles | None]:
+) -> AsyncIterator[RunServer | None]:
     """Opens the registry and serves Versions; None when no role of another host may join."""
     if config.services_at is None or not config.cluster.listen:
         yield None
@@ -87,11 +91,9 @@ async def opened_roles(
     shared: RunServer | None = getattr(prepared.service, "task_server", None)
     versions = VersionServer(store, prepared.model_dir, identity)
     async with run_server(config, prepared.token, shared) as server:
-        with registry(
-            server, info, versions, lambda name, state: trackers.log_event("role", role=name, state=state)
-        ) as roles:
+        with registry(server, info, versions, lambda name, state: trackers.log_event("role", role=name, state=state)):
             trackers.log_event("roles", url=server.url, token_file=str(Path(config.run_dir) / TOKEN_FILE))
-            yield roles
+            yield server
 
 
 def kept_identity(config: Config, token: str) -> Identity:
@@ -120,20 +122,28 @@ async def run_server(config: Config, token: str, shared: RunServer | None = None
 @contextmanager
 def registry(
     server: RunServer, info: RunInfo, versions: VersionServer, on_event: Callable[[str, str], None]
-) -> Iterator[Roles]:
-    """Lets roles join, and pull Versions; `on_event` gets the name of a role and what became of it."""
-    shelf = FileShelf()
-    server.add([*versions.routes, *shelf.routes])
-    roles = Roles(server, info, shelf, on_event)
+) -> Iterator[None]:
+    """Describes the run to roles, and serves Versions; `on_event` gets the name of a role and what became of it."""
+    loop = asyncio.get_running_loop()
+
+    async def described(_: Request) -> Response:
+        return json(info)
+
+    def notify(name: str, state: str) -> None:
+        with suppress(RuntimeError):  # the event loop of the run has ended
+            loop.call_soon_threadsafe(on_event, name, state)
+
+    server.on_role = notify
     try:
-        yield roles
+        with server.added([Route("/v1/run", described), *versions.routes]):
+            yield
     finally:
-        roles.shut()
+        server.on_role = lambda name, state: None
 
 
 @asynccontextmanager
 async def trainer_ranks(
-    config: Config, prepared: Prepared, threads: int, roles: Roles | None
+    config: Config, prepared: Prepared, threads: int, roles: RunServer | None
 ) -> AsyncIterator[Sequence[Rank]]:
     """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`."""
     places = config.cluster.trainer
@@ -142,10 +152,5 @@ async def trainer_ranks(
         async with local_ranks(log, threads, config.train.ranks, prepared.devices.ranks) as own:
             yield own
         return
-    gang = Gang(places.ranks, places.per_host, roles.shelf)
-    roles.open(RankRole, gang)
-    try:
-        async with gang.ranks() as joined:
-            yield joined
-    finally:
-        roles.close(RankRole)
+    async with RankGroup(places.ranks, places.per_host).ranks(roles) as joined:
+        yield joined

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from shoal.cluster.gang import Gang
-from shoal.cluster.registry import EngineRole, RankRole, Role, RoleLine, Roles, RunInfo
+from shoal.cluster.rank_group import RankGroup
+from shoal.cluster.registry import EngineRole, RunInfo
 from shoal.config import Config, parse
 from shoal.engine.http_client import PullingEngine
 from shoal.errors import ConfigError
+from shoal.net.joining import RunRole
+from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.run.roles import kept_identity, launched, registry, run_server, run_token
 from shoal.tinker.samplers import NumberedWeights, Samplers
 from shoal.trainer.worker import TrainerProcess
@@ -71,12 +73,15 @@ async def joinable(
     info = RunInfo(identity.public_key, *sections, Sampling(1), None, adapters=True)
     numbered = NumberedWeights()
     async with run_server(config, token) as server:
-        with registry(server, info, VersionServer(numbered, model_dir, identity), on_event) as roles:
-            trainers = partial(_joined_trainer, roles) if config.cluster.trainer else None
+        with registry(server, info, VersionServer(numbered, model_dir, identity), on_event):
+            trainers = partial(_joined_trainer, server) if config.cluster.trainer else None
             async with TinkerService(settings, on_step, numbered, trainers) as service:
-                roles.open(EngineRole, _JoinedEngines(service.samplers, name))
-                with launched(config, token, lambda words: on_event("Ray", words)):
-                    yield service, server.url
+                server.open(EngineRole, _JoinedEngines(service.samplers, name))
+                try:
+                    with launched(config, token, lambda words: on_event("Ray", words)):
+                        yield service, server.url
+                finally:
+                    server.close(EngineRole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +91,7 @@ class _JoinedEngines:
     samplers: Samplers
     base: str
 
-    async def join(self, name: str, role: Role, line: RoleLine) -> None:
+    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
         """Returns once clients sample from the engine. Raises `EngineError`."""
         assert isinstance(role, EngineRole)
         await self.samplers.join(name, self.base, PullingEngine(role.url, token=role.token))
@@ -97,12 +102,7 @@ class _JoinedEngines:
 
 
 @asynccontextmanager
-async def _joined_trainer(roles: Roles) -> AsyncIterator[TrainerProcess]:
+async def _joined_trainer(server: RunServer) -> AsyncIterator[TrainerProcess]:
     """Waits until a rank joins; leaving the block frees it, to join again without any model."""
-    gang = Gang(1, None, roles.shelf)
-    roles.open(RankRole, gang)
-    try:
-        async with gang.ranks() as ranks:
-            yield TrainerProcess(ranks, advice="")
-    finally:
-        roles.close(RankRole)
+    async with RankGroup(1).ranks(server) as ranks:
+        yield TrainerProcess(ranks, advice="")

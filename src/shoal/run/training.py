@@ -16,12 +16,12 @@ from itertools import count
 from pathlib import Path
 from statistics import fmean
 
-from shoal.cluster.gang import RankLost
 from shoal.config import QUESTIONS, Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError
 from shoal.interfaces import Scorer, WholeExchange
 from shoal.net.process import cores
+from shoal.net.run_server import WorkerLost
 from shoal.observe.metrics import read_records, stage
 from shoal.rollout.constant_answers import paid_constants
 from shoal.rollout.evaluation import evaluation, held_out_tasks
@@ -50,8 +50,8 @@ from shoal.types import Sampling, Split
 from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore, write_model
 
 PARITY_TOKENS = 24
-MOST_GANGS = 16
-"""Gangs of ranks that a run may lose; it goes on from its log with the next one."""
+MOST_RANK_GROUPS = 16
+"""Groups of ranks on other hosts that a run may lose; it goes on from its log with the next one."""
 
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Result:
@@ -70,8 +70,8 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
             try:
                 with prepare(config, token=token) as prepared:
                     return run_blocking(train(config, prepared, resume=resume, listeners=listeners))
-            except* RankLost:
-                if attempt == MOST_GANGS:
+            except* WorkerLost:
+                if attempt == MOST_RANK_GROUPS:
                     raise
                 resume = (Path(config.run_dir) / "log.sqlite").is_file()
     raise AssertionError

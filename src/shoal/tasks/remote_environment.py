@@ -7,7 +7,16 @@ from typing import TypeVar
 
 from shoal.errors import TaskError
 from shoal.interfaces import Environment, Model, Scorer
-from shoal.tasks.remote_protocol import DrawJob, Hello, JobOutcome, JobScores, JobTask, RolloutJob, ScoreJob, SessionAt
+from shoal.tasks.remote_protocol import (
+    DrawJob,
+    JobOutcome,
+    JobScores,
+    JobTask,
+    RolloutJob,
+    ScoreJob,
+    SessionAt,
+    TaskRole,
+)
 from shoal.tasks.remote_server import ServiceLate, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Outcome, Reward, RewardStatus, Split, Task
@@ -25,12 +34,12 @@ class RemoteEnvironment(Environment):
     """Has the workers of a service do everything, and checks their answers."""
 
     def __init__(self, name: str, server: TaskServer) -> None:
-        self.name, self._server = name, server
+        self.name, self._server, self._service = name, server, server.services[name]
 
     def await_worker(self, timeout_s: float) -> None:
         """Waits for the first worker; blocks. Raises `TaskError` after `timeout_s`."""
         try:
-            self._server.wait(asyncio.wait_for(self._server.served[self.name].wait(), timeout_s))
+            self._server.wait(asyncio.wait_for(self._service.served.wait(), timeout_s))
         except TimeoutError:
             raise TaskError(
                 f"tasks.{self.name}: expected a process that serves it, none registered within {timeout_s:g} s; start "
@@ -38,8 +47,8 @@ class RemoteEnvironment(Environment):
             ) from None
 
     @property
-    def _workers(self) -> list[Hello]:
-        return [worker.hello for worker in list(self._server.services[self.name].workers)]
+    def _workers(self) -> list[TaskRole]:
+        return list(self._service.roles.values())
 
     @property
     def converses(self) -> bool:
@@ -76,7 +85,7 @@ class RemoteEnvironment(Environment):
             raise EnvironmentFailed(str(error), retry=True) from error
 
     async def _draw(self, split: Split, index: int) -> Task:
-        await self._server.served[self.name].wait()
+        await self._service.served.wait()
         task = (await self._call(DrawJob(split, index), JobTask, DRAW_TIMEOUT_S)).task
         if not task.messages:
             raise EnvironmentFailed(f"expected a question at {split}/{index}, got one without messages")

@@ -1,45 +1,30 @@
-"""The task server: a run's registry of environments in other processes, in a separate thread.
+"""The run's server of roles with the workers of its remote tasks.
 
-    GET /openapi.json    the protocol, for other languages
-    GET /v1/status       services and their workers
-    GET /v1/work         the WebSocket of a worker
+    GET /v1/status   tasks and their workers
 
-Every route but the first wants `Authorization: Bearer TOKEN`. The server has a thread, because a run draws its first
-questions before its event loop exists.
+The server has a thread, because a run draws its first questions before its event loop exists. `TaskServer` and its
+services belong to the event loop of that thread.
 """
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.routing import Route
 
-from shoal.errors import TaskError
-from shoal.net.client import LEASE_S
-from shoal.net.run_server import RunServer, send
+from shoal.errors import ShoalError
+from shoal.net.joining import RunRole
+from shoal.net.run_server import LeasedWorker, NotWanted, RunServer, WorkerLost
 from shoal.net.server import decoded, json
-from shoal.tasks.remote_protocol import (
-    PATH,
-    PROTOCOL,
-    Cancel,
-    Hello,
-    Job,
-    JobFailed,
-    Result,
-    Service,
-    Unwanted,
-    Welcome,
-    document,
-)
+from shoal.tasks.remote_protocol import Job, JobFailed, Result, RolloutJob, TaskRole
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 
-MOST_QUICK = 1 << 16
-"""Number of draws and scores at once of one worker."""
 AWAY_S = 30.0
 """Seconds without a worker after which a service's share goes to the others: a worker may be starting again."""
 NO_PROCESS = "no process serves the task"
@@ -50,96 +35,136 @@ class ServiceLate(EnvironmentFailed):
     """No result came within the deadline."""
 
 
-class TaskServer(RunServer):
-    """The services and their connections, all on one event loop. As a context manager it listens, in a thread."""
+@dataclass(slots=True)
+class Service:
+    """The workers of one task, and their places for rollouts."""
 
-    def __init__(
-        self,
-        names: Collection[str],
-        *,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        token: str = "",
-        lease_s: float = LEASE_S,
-        away_s: float = AWAY_S,
-    ) -> None:
-        """With a `token`, every request must carry it. Raises `ConfigError` when others reach `host` without one."""
-        routes = [
-            Route("/openapi.json", self._document),
-            Route("/v1/status", self._status),
-            WebSocketRoute(PATH, lambda socket: self.lease(socket, Hello, self._worker, _unwanted)),
-        ]
-        super().__init__(routes, host=host, port=port, token=token, free=("/openapi.json",), lease_s=lease_s)
+    roles: dict[str, TaskRole] = field(default_factory=dict)
+    workers: dict[str, LeasedWorker] = field(default_factory=dict)
+    free: "asyncio.PriorityQueue[tuple[int, str]]" = field(default_factory=asyncio.PriorityQueue)
+    """Number and worker of each free place: of two workers the one with fewer rollouts comes first."""
+    present: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set while a worker is there."""
+    served: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set from the first worker on, until there has been none for long."""
+    jobs: int = 0
+    """Jobs without a result."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Number of jobs by result."""
+
+    def join(self, name: str, role: TaskRole, worker: LeasedWorker) -> None:
+        """Adds a worker. Raises `NotWanted` for another version than that of the workers here."""
+        for other in self.roles.values():
+            if (other.version, other.converses, other.scores) != (role.version, role.converses, role.scores):
+                raise NotWanted(
+                    f"version: {role.name!r} is served in version {other.version!r}, perhaps with other methods; "
+                    "end those processes first"
+                )
+        self.roles[name], self.workers[name] = role, worker
+        for place in range(role.max_running):
+            self.free.put_nowait((place, name))
+        self.present.set()
+        self.served.set()
+
+    def leave(self, name: str) -> None:
+        """Removes a worker; its places are skipped."""
+        del self.roles[name], self.workers[name]
+        if not self.workers:
+            self.present.clear()
+
+    def give_up(self) -> None:
+        """Fails the rollouts that wait for a worker."""
+        self.served.clear()
+        for _ in range(self.jobs):
+            self.free.put_nowait((0, ""))
+
+    @asynccontextmanager
+    async def worker(self, *, plays: bool) -> AsyncIterator[LeasedWorker]:
+        """A worker for one job, as soon as one is there; a draw or a score takes no rollout's place."""
+        if not plays:
+            while not self.workers:
+                await self.present.wait()
+            yield min(self.workers.values(), key=lambda worker: worker.running)
+            return
+        while (place := await self.free.get())[1] not in self.workers:
+            if not self.served.is_set():
+                raise EnvironmentFailed(NO_PROCESS)
+        try:
+            yield self.workers[place[1]]
+        finally:
+            if place[1] in self.workers:
+                self.free.put_nowait(place)
+
+
+class TaskServer(RunServer):
+    """A server of roles that takes the workers of remote tasks; implements their `RoleHandler`."""
+
+    def __init__(self, names: Collection[str], *, away_s: float = AWAY_S, **settings: Any) -> None:
+        """`settings` are those of `RunServer`."""
+        super().__init__([Route("/v1/status", self._status)], **settings)
         self.services = {name: Service() for name in names}
-        self.counts: dict[str, Counter[str]] = {name: Counter() for name in names}
-        """Number of jobs by result, of each service."""
         self.on_workers: Callable[[str, bool], None] = lambda name, served: None
         """Called in the server's thread when a worker came or left; a service is served until `away_s` without one."""
-        self.served = {name: asyncio.Event() for name in names}
         self._away_s = away_s
         self._leaving: dict[str, asyncio.TimerHandle] = {}
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self.open(TaskRole, self, self.loop)
+        return self
 
     async def call(self, name: str, job: Job, kind: type[R], timeout_s: float) -> R:
         """Has a service do a job, on the server's loop.
 
         Raises `ServiceLate`, `PolicyFailed` and `EnvironmentFailed`, with `retry` when the worker was lost.
         """
-        what, counts = str(job.__struct_config__.tag), self.counts[name]
+        service, what = self.services[name], str(job.__struct_config__.tag)
+        service.jobs += 1
         try:
-            done = await self.services[name].result(job, timeout_s)
+            async with asyncio.timeout(timeout_s), service.worker(plays=isinstance(job, RolloutJob)) as worker:
+                data = await worker.called(msgspec.json.encode(job), timeout_s)
+            done: Result = decoded(data, Result)  # type: ignore[arg-type]
         except TimeoutError:
-            counts[f"{what} late"] += 1
+            service.counts[f"{what} late"] += 1
             raise ServiceLate(f"{name}: nothing came of a {what} within {timeout_s:g} s") from None
+        except WorkerLost:
+            done = JobFailed("the process that had the job is gone", retry=True)
+        except (ShoalError, EnvironmentFailed) as error:
+            done = JobFailed(str(error))
+        finally:
+            service.jobs -= 1
         if isinstance(done, kind):
-            counts[f"{what} done"] += 1
+            service.counts[f"{what} done"] += 1
             return done
         if not isinstance(done, JobFailed):
-            done = JobFailed(done.lease, f"expected {kind.__name__}, got {type(done).__name__}")
-        counts[f"{what} lost" if done.retry else f"{what} failed: {'policy' if done.by_policy else 'environment'}"] += 1
+            done = JobFailed(f"expected {kind.__name__}, got {type(done).__name__}")
+        why = "lost" if done.retry else f"failed: {'policy' if done.by_policy else 'environment'}"
+        service.counts[f"{what} {why}"] += 1
         if done.by_policy:
             raise PolicyFailed(done.reason)
         raise EnvironmentFailed(done.reason, retry=done.retry)
 
-    @asynccontextmanager
-    async def _worker(self, hello: Hello, socket: WebSocket) -> AsyncIterator[Callable[[bytes], None]]:
-        """One worker for as long as it is connected. Raises `TaskError` for one that is not wanted as it is."""
-        if hello.protocol != PROTOCOL:
-            raise TaskError(f"protocol: expected {PROTOCOL}, got {hello.protocol}; install the run's version")
-        if hello.name not in self.services:
-            raise TaskError(f"name: expected one of {', '.join(sorted(self.services))}, got {hello.name!r}")
-        service = self.services[hello.name]
-        worker = service.join(hello)
-        self._noticed(hello.name)
-        loops = (
-            _send_all(socket, worker.outgoing),
-            worker.feed(service.quick, MOST_QUICK),
-            worker.feed(service.rollouts, hello.max_running),
-        )
-        tasks = [asyncio.create_task(each, name=f"jobs of {hello.name}") for each in loops]
-        try:
-            yield lambda message: worker.take(decoded(message, Result))  # type: ignore[arg-type]
-        finally:
-            for task in tasks:
-                task.cancel()
-            service.workers.remove(worker)
-            worker.leave()
-            self._noticed(hello.name)
+    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
+        """Adds a worker to its service."""
+        assert isinstance(role, TaskRole)
+        if role.name not in self.services:
+            raise NotWanted(f"name: expected one of {', '.join(sorted(self.services))}, got {role.name!r}")
+        self.services[role.name].join(name, role, worker)
+        if role.name in self._leaving:
+            self._leaving.pop(role.name).cancel()
+        self.on_workers(role.name, True)
 
-    def _noticed(self, name: str) -> None:
-        """A worker of a service came or left."""
-        if name in self._leaving:
-            self._leaving.pop(name).cancel()
-        if self.services[name].workers:
-            self.served[name].set()
-        else:
-            self._leaving[name] = asyncio.get_running_loop().call_later(self._away_s, self._gone, name)
-        self.on_workers(name, self.served[name].is_set())
+    async def leave(self, name: str) -> None:
+        """Removes a worker from its service; the jobs that wait are given up after `away_s` without any worker."""
+        task, service = next(pair for pair in self.services.items() if name in pair[1].workers)
+        service.leave(name)
+        if not service.workers:
+            self._leaving[task] = asyncio.get_running_loop().call_later(self._away_s, self._gone, task)
+        self.on_workers(task, True)
 
-    def _gone(self, name: str) -> None:
-        """Gives up the jobs that wait for a worker, and their places, after `away_s` without one."""
-        self.served[name].clear()
-        self.services[name].give_up(NO_PROCESS)
-        self.on_workers(name, False)
+    def _gone(self, task: str) -> None:
+        self.services[task].give_up()
+        self.on_workers(task, False)
 
     async def _status(self, _: Request) -> Response:
         return json({name: self.status_of(name) for name in self.services})
@@ -147,25 +172,12 @@ class TaskServer(RunServer):
     def status_of(self, name: str) -> dict[str, object]:
         """Status of one service: its workers, its waiting and running jobs, and the results so far."""
         service = self.services[name]
-        running = sum(len(worker.leases) for worker in service.workers)
+        running = sum(worker.running for worker in service.workers.values())
         return {
             "members": len(service.workers),
-            "version": service.workers[0].hello.version if service.workers else None,
-            "max_running": sum(worker.hello.max_running for worker in service.workers),
-            "waiting": len(service.leases) - running,
+            "version": next((role.version for role in service.roles.values()), None),
+            "max_running": sum(role.max_running for role in service.roles.values()),
+            "waiting": service.jobs - running,
             "running": running,
-            "jobs": dict(self.counts[name]),
+            "jobs": dict(service.counts),
         }
-
-    async def _document(self, _: Request) -> Response:
-        return json(document())
-
-
-def _unwanted(error: Exception) -> Unwanted:
-    return Unwanted(str(error))
-
-
-async def _send_all(socket: WebSocket, outgoing: "asyncio.Queue[Job | Cancel]") -> None:
-    await send(socket, Welcome())
-    while True:
-        await send(socket, await outgoing.get())

@@ -4,26 +4,22 @@ A worker listens on no port. While the run is away it keeps reconnecting; its jo
 get them.
 """
 
-import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
 
-from shoal.errors import EngineUnavailable, TaskError
+from shoal.errors import EngineUnavailable
 from shoal.net.chat import TIMEOUT_S, ChatRefused, completion, wire_of
-from shoal.net.client import LEASE_S, authorization, session
+from shoal.net.client import session
+from shoal.net.joining import Answering, hold_lease
 from shoal.net.openai_client import close_clients, session_client
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import (
-    PATH,
-    Cancel,
     DrawJob,
-    Hello,
     Job,
     JobFailed,
     JobOutcome,
@@ -31,9 +27,7 @@ from shoal.tasks.remote_protocol import (
     JobTask,
     Result,
     RolloutJob,
-    ToWorker,
-    Unwanted,
-    Welcome,
+    TaskRole,
 )
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.types import Message
@@ -41,7 +35,6 @@ from shoal.types import Message
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-RECONNECT_S = 0.5
 CONNECTIONS = 256
 MOST_RESULT_BYTES = 4_000_000
 MOST_RUNNING = 64
@@ -79,98 +72,55 @@ class HttpModel:
         return session_client(self.base_url, self.api_key, TIMEOUT_S)
 
 
+@dataclass(frozen=True, slots=True)
 class RemoteWorker:
     """Serves a task until it is cancelled, also while the run is away."""
 
-    def __init__(self, served: Definition, url: str, *, token: str = "") -> None:
-        """`url` is the run's, as is `token`."""
-        self._served = served
-        self._url = url.rstrip("/")
-        self._headers = authorization(token)
+    served: Definition
+    url: str
+    """The run's."""
+    token: str = ""
 
-    async def run(
-        self, on_joined: Callable[[], None] = lambda: None, on_away: Callable[[], None] = lambda: None
-    ) -> None:
-        """Registers and works; `on_away` is called once for each time in which the run is not there.
+    async def run(self, announce: Callable[[str], None] = lambda sentence: None) -> None:
+        """Registers and works; `announce` gets a sentence when the run takes it, refuses it or is away.
 
-        Raises `TaskError` when the run does not want this task as it is.
+        Raises `ConfigError` without the token, and when the run does not want this task as it is.
         """
-        away = False
-        async with session(CONNECTIONS) as http, contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(close_clients)
-            while True:
-                try:
-                    opening = http.ws_connect(
-                        self._url + PATH, headers=self._headers, heartbeat=LEASE_S / 2, max_msg_size=0
-                    )
-                    async with opening as socket:
-                        away = False
-                        await self._serve(http, socket, on_joined)
-                except aiohttp.WSServerHandshakeError as error:
-                    if 400 <= error.status < 500:
-                        raise TaskError(
-                            f"the run at {self._url} answers HTTP {error.status}; what is its token?"
-                        ) from None
-                except (aiohttp.ClientError, OSError):
-                    pass
-                if not away:
-                    on_away()
-                away = True
-                await asyncio.sleep(RECONNECT_S)
-
-    async def _serve(
-        self, http: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, on_joined: Callable[[], None]
-    ) -> None:
-        """Works until the connection ends."""
-        one = self._served
+        one = self.served
         most = one.max_running or MOST_RUNNING
-        hello = Hello(one.name, one.version, one.converses, one.scores, most, one.timeout_s)
-        await socket.send_str(msgspec.json.encode(hello).decode())
-        running: dict[str, asyncio.Task[None]] = {}
+        role = TaskRole(one.name, one.version, one.converses, one.scores, most, one.timeout_s)
         try:
-            async for received in socket:
-                message: ToWorker = msgspec.json.decode(received.data, type=ToWorker)
-                if isinstance(message, Welcome):
-                    on_joined()
-                elif isinstance(message, Unwanted):
-                    raise TaskError(f"the run at {self._url} said: {message.reason}")
-                elif isinstance(message, Cancel):
-                    if message.lease in running:
-                        running[message.lease].cancel()
-                else:
-                    doing = asyncio.create_task(self._do(http, socket, message))
-                    running[message.lease] = doing
-                    doing.add_done_callback(partial(running.pop, message.lease))
+            await hold_lease(self.url.rstrip("/"), self.token, role, announce, self._working)
         finally:
-            doing_all = list(running.values())
-            for doing in doing_all:
-                doing.cancel()
-            await asyncio.gather(*doing_all, return_exceptions=True)
+            await close_clients()
 
-    async def _do(self, http: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse, job: Job) -> None:
-        sent = msgspec.json.encode(await self._result(http, job))
-        if len(sent) > MOST_RESULT_BYTES:
-            why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(sent)}"
-            sent = msgspec.json.encode(JobFailed(job.lease, why))
-        with contextlib.suppress(aiohttp.ClientError, OSError):  # the run is away, and has given the job to another
-            await socket.send_str(sent.decode())
+    @asynccontextmanager
+    async def _working(self, _: aiohttp.ClientWebSocketResponse) -> AsyncIterator[Answering]:
+        async with session(CONNECTIONS) as http:
+
+            async def answer(request: bytes) -> bytes:
+                """Result of a job."""
+                sent = msgspec.json.encode(await self._result(http, msgspec.json.decode(request, type=Job)))
+                if len(sent) <= MOST_RESULT_BYTES:
+                    return sent
+                why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(sent)}"
+                return msgspec.json.encode(JobFailed(why))
+
+            yield answer
 
     async def _result(self, http: aiohttp.ClientSession, job: Job) -> Result:
         """Does a job; an exception of the author's code becomes a `JobFailed`."""
         try:
-            async with asyncio.timeout(job.deadline_s):
-                if isinstance(job, DrawJob):
-                    return JobTask(job.lease, await self._served.drawn(job.split, job.index))
-                if isinstance(job, RolloutJob):
-                    at = job.session
-                    model = HttpModel(at.base_url, at.anthropic_base_url, at.api_key, http)
-                    return JobOutcome(job.lease, await self._served.rollout(job.task, model))
-                return JobScores(job.lease, await self._served.score(job.task, job.answers))
+            if isinstance(job, DrawJob):
+                return JobTask(await self.served.drawn(job.split, job.index))
+            if isinstance(job, RolloutJob):
+                at = job.session
+                model = HttpModel(at.base_url, at.anthropic_base_url, at.api_key, http)
+                return JobOutcome(await self.served.rollout(job.task, model))
+            return JobScores(await self.served.score(job.task, job.answers))
         except PolicyFailed as failure:
-            return JobFailed(job.lease, str(failure)[:4096], by_policy=True)
+            return JobFailed(str(failure)[:4096], by_policy=True)
         except EnvironmentFailed as failure:
-            return JobFailed(job.lease, str(failure)[:4096], failure.retry)
-        except TimeoutError:
-            return JobFailed(job.lease, f"it took longer than {job.deadline_s:.3g} s")
+            return JobFailed(str(failure)[:4096], failure.retry)
         except Exception as error:  # an author's code may raise anything: its failure is a result
-            return JobFailed(job.lease, described(error))
+            return JobFailed(described(error))
