@@ -107,15 +107,16 @@ swarm.peer:Peer._listen
       swarm.envelope:payload_of
       wire:decode
     swarm.node:Node._receive
-      swarm.pending:PendingOffers.add
-swarm.node:Node._verify
+      swarm.verification:Verification.receive
+        swarm.pending:PendingOffers.add
+swarm.verification:Verification.run
   swarm.pending:PendingOffers.next
-  swarm.node:Node._verify_offer
+  swarm.verification:Verification._read
     swarm.offer_reading:OfferReader.read
       swarm.claim_verification:OwnTasks.task
       swarm.encoding:encode_offer
     reward.service:RewardService.score
-  swarm.node:Node._settle
+  swarm.verification:Verification._settle
     swarm.trust:IngressFilter.refuse
     swarm.trust:IngressFilter.praise
 run.loop:TrainLoop._step

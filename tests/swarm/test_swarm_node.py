@@ -92,7 +92,7 @@ def test_the_status_lists_a_bounded_number_of_peers_the_most_taken_first(tmp_pat
     peers = [f"peer-{i}" for i in range(STATUS_PEERS + 9)]
     for peer_id in peers:
         node.ingress.praise(peer_id)
-    node._pool.uses.update((peer_id, 1) for peer_id in peers[-5:])
+    node.verification.pool.uses.update((peer_id, 1) for peer_id in peers[-5:])
     listed = node.status()
     assert listed["known_peers"] == len(peers)
     assert isinstance(shown := listed["peers"], dict)
@@ -107,7 +107,7 @@ def test_uniform_has_no_cap_on_newcomers_and_a_step_waits_for_its_groups(
     service, hub, scorer = JsonlService(letters, 0), MemorySwarm(), ExactScorer()
     config = Config(tasks=[letters], swarm=SwarmConfig(external_groups=4, take=take, wait_s=60.0))
     node = made(tmp_path, service, config, hub, scorer)
-    node._newcomer_rest = 0.0  # of `trusted`: here its share counts, not its pace
+    node.verification.newcomer_rest = 0.0  # of `trusted`: here its share counts, not its pace
     tasks = [task for _, task in zip(range(4), service.tasks(Split.TRAIN), strict=False)]
 
     async def main() -> None:
@@ -155,9 +155,9 @@ def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_path: P
         assert await taken(True, True, True) == 2
         assert await taken(False, False, True) == 1  # the third group of the first round is none of this one's
         assert node.ready == 0
-        node._settings = swarm.model_copy(update={"wait_s": 1e-3})
+        node.settings = swarm.model_copy(update={"wait_s": 1e-3})
         assert await taken() == 0
-        node._settings = swarm
+        node.settings = swarm
         assert await taken(True, True, True) == 2  # what was missing in one round is not awaited in the next
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

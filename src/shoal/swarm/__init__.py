@@ -16,5 +16,6 @@ pending     offers that wait for verification
 peer        base class of every participant of a swarm
 claim_verification  claims of peers matched with own tasks
 generator   a peer that does not train; `answerers` answer for it
+verification  the way of an offer from the filter to the pool
 node        the peer that a training run takes groups from
 """

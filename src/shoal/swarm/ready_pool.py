@@ -23,7 +23,7 @@ class ReadyPool:
 
     def __init__(self, most: int, is_newcomer: Callable[[str], bool], most_users: int = MOST_USERS) -> None:
         """Up to `most` offers of established authors are kept."""
-        self._most, self._is_newcomer = most, is_newcomer
+        self._most, self.is_newcomer = most, is_newcomer
         self.offers: list[ReadyOffer] = []
         self.uses: Recent[str, int] = Recent(most_users)
         """Groups taken of each author."""
@@ -33,20 +33,20 @@ class ReadyPool:
 
     def wants(self, author: str) -> bool:
         """Whether an offer of an author would come in, and make room at most for a fairer share."""
-        counts = self._counts(self._is_newcomer(author))
+        counts = self._counts(self.is_newcomer(author))
         return counts.total() < self._room(author) or counts[author] + 1 < max(counts.values(), default=0)
 
     def add(self, ready: ReadyOffer) -> None:
         """Adds an offer; the oldest of the author with the most in its room makes room."""
         author = ready.message.peer_id
-        newcomer = self._is_newcomer(author)
+        newcomer = self.is_newcomer(author)
         counts = self._counts(newcomer)
         if counts.total() >= self._room(author):
             largest = max(counts.values(), default=0)
             oldest = next(
                 one
                 for one in self.offers
-                if self._is_newcomer(one.message.peer_id) == newcomer and counts[one.message.peer_id] == largest
+                if self.is_newcomer(one.message.peer_id) == newcomer and counts[one.message.peer_id] == largest
             )
             self.offers.remove(oldest)
         self.offers.append(ready)
@@ -60,18 +60,35 @@ class ReadyPool:
         return stale
 
     def choose(
-        self, taker: Taker, n: int, rng: random.Random, candidate: Callable[[ReadyOffer], Candidate]
+        self, taker: Taker, n: int, rng: random.Random, trust: Callable[[str], float], *, now_s: float, reuse: int
     ) -> list[ReadyOffer]:
-        """Chooses up to `n` offers by the taker and counts their use."""
-        chosen = [self.offers[i] for i in apply_taker(taker, [candidate(one) for one in self.offers], n, rng)]
+        """Chooses up to `n` offers by the taker, counts their use, and keeps the offers used less than `reuse` times.
+
+        `now_s` is Unix time.
+        """
+        candidates = [
+            Candidate(
+                peer_id=(peer_id := ready.message.peer_id),
+                service=ready.source.task.service,
+                rewards=tuple(reward.value for reward in ready.rewards),
+                age_s=max(0.0, now_s - ready.message.sent_s),
+                uses=ready.uses,
+                author_uses=self.uses.get(peer_id, 0),
+                trust=trust(peer_id),
+                newcomer=self.is_newcomer(peer_id),
+            )
+            for ready in self.offers
+        ]
+        chosen = [self.offers[i] for i in apply_taker(taker, candidates, n, rng)]
         for ready in chosen:
             ready.uses += 1
             self.uses[ready.message.peer_id] = self.uses.get(ready.message.peer_id, 0) + 1
+        self.offers = [one for one in self.offers if one.uses < reuse]
         return chosen
 
     def _room(self, author: str) -> int:
-        return NEWCOMERS_READY if self._is_newcomer(author) else self._most
+        return NEWCOMERS_READY if self.is_newcomer(author) else self._most
 
     def _counts(self, newcomers: bool) -> Counter[str]:
         authors = (one.message.peer_id for one in self.offers)
-        return Counter(author for author in authors if self._is_newcomer(author) == newcomers)
+        return Counter(author for author in authors if self.is_newcomer(author) == newcomers)

@@ -1,0 +1,132 @@
+"""Offers of peers are verified before a step may take them: they wait in `pending` and end up in `pool`.
+
+The loop rests as long as it works, and newcomers wait longer for their next turn. Answers taken before are not taken
+again. Checks run in order of cost; the text that is read and the rewards are this node's own account of an offer.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from shoal.swarm.contents import Contents
+from shoal.swarm.encoding import ReadyOffer
+from shoal.swarm.offer import Offer
+from shoal.swarm.offer_reading import OfferReader
+from shoal.swarm.pending import PendingOffers
+from shoal.swarm.rates import Recent
+from shoal.swarm.ready_pool import ReadyPool
+from shoal.swarm.refusals import LIES, Reason
+from shoal.swarm.rounds import Rounds
+from shoal.swarm.strategy import differ
+from shoal.swarm.trust import IngressFilter, VerifiedMessage
+
+LATE_REST: Mapping[Reason, float] = {Reason.HANGS: 150.0, Reason.TIMED_OUT: 30.0}
+"""Rest used instead of `newcomer_rest` when scoring or drawing an offer hit its deadline. A hanging answer costs its
+author nothing, and this node all of `SCORE_S`; a late draw may be this machine's fault."""
+MOST_TAKEN = 1 << 17
+"""Messages remembered as taken. The ingress filter refuses older messages."""
+IDLE_S = 10.0
+"""Seconds after which ready offers are looked through for stale ones although nothing arrived."""
+
+
+@dataclass(slots=True)
+class Verification:
+    """The way of an offer from the ingress filter to the ready pool. One event loop."""
+
+    ingress: IngressFilter
+    reader: OfferReader
+    pool: ReadyPool
+    rounds: Rounds
+    contents: Contents
+    rng: random.Random
+    clock: Callable[[], float]
+    """Unix time."""
+    fresh_s: float
+    newcomer_rest: float
+    """Rest of newcomers after a newcomer's offer, relative to the time that the offer took."""
+    on_lie: Callable[[], None]
+    pending: PendingOffers = field(default_factory=PendingOffers)
+    taken: Recent[str, None] = field(default_factory=lambda: Recent(MOST_TAKEN))
+    """Ids of messages that are or were ready, newest last; none is taken twice."""
+    verified: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set after each verified or refused offer."""
+    wanted: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when an offer arrived or the pool has room again."""
+
+    def receive(self, message: VerifiedMessage, offer: Offer) -> None:
+        """Queues an offer for verification. Returns at once."""
+        if message.id in self.taken or message.id in self.pending:
+            self.ingress.refuse(message.peer_id, Reason.REPLAYED)  # a resumed run, or a forgotten author
+            return
+        for crowded_out in self.pending.add(message, offer, self.pool.is_newcomer):
+            self.ingress.refuse(crowded_out, Reason.CROWDED)
+            self.rounds.read(crowded_out)
+        self.wanted.set()
+
+    def drop_useless(self) -> None:
+        """Drops ready offers that are too old or of banned peers."""
+        for author in self.pool.drop(self.clock() - self.fresh_s, self.ingress.banned):
+            self.ingress.refuse(author, Reason.STALE)
+
+    async def run(self) -> None:
+        """Verifies pending offers until enough are ready; never ends."""
+        loop, newcomers_from_s = asyncio.get_running_loop(), -math.inf
+        while True:
+            self.drop_useless()
+            rest_s = newcomers_from_s - loop.time()
+            key = self.pending.next(self.pool.is_newcomer, rest_s <= 0, self.rng, self.pool.wants)
+            if key is None:
+                self.wanted.clear()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(IDLE_S, rest_s) if rest_s > 0 else IDLE_S):
+                        await self.wanted.wait()
+                continue
+            message, content = self.pending.remove(key)
+            was_newcomer, began_s = self.ingress.is_newcomer(message.peer_id), loop.time()
+            found = await self._read(message, content)
+            took_s = loop.time() - began_s
+            self._settle(message, found)
+            if was_newcomer:
+                rest = LATE_REST.get(found, self.newcomer_rest) if isinstance(found, Reason) else self.newcomer_rest
+                newcomers_from_s = loop.time() + rest * took_s
+            await asyncio.sleep(took_s)
+
+    def _settle(self, message: VerifiedMessage, found: ReadyOffer | Reason) -> None:
+        """Keeps an offer that can be trained on, and adds the result to its author's record."""
+        if isinstance(found, Reason):
+            self.ingress.refuse(message.peer_id, found)
+            if found in LIES:
+                self.on_lie()
+        elif message.peer_id not in self.ingress.banned and message.id not in self.taken:
+            self.taken[message.id] = None
+            source, now_s = found.source, asyncio.get_running_loop().time()
+            if self.contents.take(source.task, source.answers, message.peer_id, now_s):
+                self.ingress.praise(message.peer_id, now_s)
+            self.pool.add(found)
+        self.rounds.read(message.peer_id)
+        self.verified.set()
+
+    async def _read(self, message: VerifiedMessage, content: Offer) -> ReadyOffer | Reason:
+        if message.peer_id in self.ingress.banned:
+            return Reason.BANNED
+        if message.sent_s < self.clock() - self.fresh_s:
+            return Reason.STALE
+        read = await self.reader.read(content)
+        if isinstance(read, Reason):
+            return read
+        source, refused = read
+        if len(source.kept) < 2:
+            return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
+        self.ingress.refused.update(refused)
+        since_s = asyncio.get_running_loop().time() - self.fresh_s
+        if self.contents.repeats(source.task, source.answers, message.peer_id, since_s):
+            return Reason.REPEATED
+        rewards = await self.reader.score(source)
+        if isinstance(rewards, Reason):
+            return rewards
+        if not differ([reward.value for reward in rewards]):
+            return Reason.UNINFORMATIVE
+        return ReadyOffer(message, source, rewards)
