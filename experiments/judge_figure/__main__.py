@@ -6,6 +6,7 @@ import json
 import sys
 import tempfile
 import tomllib
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from experiments.judge_figure.judged import Judging
 from experiments.sapo_stacked.nodes import Shape
 from experiments.sapo_stacked.questions import Question, drawn, split
 from experiments.sapo_stacked.rounds import Cell, Run, Scale, warm_weights
-from shoal.swarm.judge.comparison import Comparison, Point, compare, comparison_png
+from shoal.swarm.judge.comparison import Point, compare, comparison_png
 from shoal.swarm.judge.messages import Condition
 from shoal.swarm.judge.store import Judged
 
@@ -90,9 +91,9 @@ def write(results: Path, plan: Record) -> None:
             if key.startswith(f"{size}:")
             for round_, score in means_of(run)
         ]
-        comparison = compare(scores, bin_rounds=bin_rounds)
-        (results / f"figure3-{size}.png").write_bytes(comparison_png(comparison))
-        tables.append(f"## {size}\n\n{table(comparison)}")
+        points = compare(scores, bin_rounds=bin_rounds)
+        (results / f"figure3-{size}.png").write_bytes(comparison_png(points, bin_rounds))
+        tables.append(f"## {size}\n\n{table(points)}")
         found[size] = {key: run["cumulative"] for key, run in runs.items() if key.startswith(f"{size}:")}
     (results / "results.md").write_text("\n".join(tables))
     (results / "results.json").write_text(json.dumps({"cumulative": found}, indent=1) + "\n")
@@ -110,7 +111,7 @@ def means_of(run: Record) -> list[tuple[int, float]]:
     return [(round_, fmean(each)) for round_, each in scores.items()]
 
 
-def table(comparison: Comparison) -> str:
+def table(points: Sequence[Point]) -> str:
     """A row per bin of rounds."""
 
     def row(point: Point) -> list[str]:
@@ -120,7 +121,7 @@ def table(comparison: Comparison) -> str:
         return [str(point.round), str(point.swarm), str(point.solo), favours, p, q]
 
     head = ["rounds from", "swarm pass@1 (runs)", "solo pass@1 (runs)", "swarm ahead", "p", "q"]
-    return markdown(head, map(row, comparison.raw))
+    return markdown(head, map(row, points))
 
 
 if __name__ == "__main__":

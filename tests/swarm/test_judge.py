@@ -546,7 +546,7 @@ def test_the_nine_specialties_are_judged_from_the_command_line(tmp_path: Path, m
         assert served.wait(timeout=20) in (0, 130)
     figures = run_shoal("report", str(folder))
     assert figures["challenges"] == 2
-    assert figures["raw"][0]["swarm"]["nodes"] == figures["cohort"][0]["solo"]["nodes"] == 1
+    assert [figures["points"][0][arm]["nodes"] for arm in ("swarm", "solo")] == [1, 1]
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 

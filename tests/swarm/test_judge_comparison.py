@@ -62,33 +62,30 @@ def curve(node: str, arm: Condition, scores: list[float]) -> list[Judged]:
     return [Judged(node, arm, 10 * index, score) for index, score in enumerate(scores)]
 
 
-def test_weak_nodes_that_leave_raise_the_raw_curve_and_not_the_cohort_s() -> None:
+def test_each_band_has_the_nodes_of_its_bin_so_that_weak_nodes_that_leave_are_seen() -> None:
     flat = [Judged(f"solo{i}", Condition.SOLO, 10 * at, 0.5) for i in range(4) for at in range(5)]
     strong = [one for i in range(2) for one in curve(f"strong{i}", Condition.SWARM, [0.8] * 5)]
     weak = [one for i in range(2) for one in curve(f"weak{i}", Condition.SWARM, [0.2] * 2)]
     found = compare([*flat, *strong, *weak], bin_rounds=10)
-    assert [point.swarm.mean for point in found.raw] == pytest.approx([0.5, 0.5, 0.8, 0.8, 0.8])
-    assert [point.swarm.mean for point in found.cohort] == pytest.approx([0.8] * 5)
-    assert [point.swarm.nodes for point in found.raw] == [4, 4, 2, 2, 2]
-    assert (found.bin_rounds, found.horizon) == (10, 40)
-    assert (found.raw[0].swarm.low, found.raw[0].swarm.high) == (0.2, 0.8)
+    assert [point.swarm.mean for point in found] == pytest.approx([0.5, 0.5, 0.8, 0.8, 0.8])
+    assert [point.swarm.nodes for point in found] == [4, 4, 2, 2, 2]
+    assert (found[0].swarm.low, found[0].swarm.high) == (0.2, 0.8)
 
 
-def test_a_bin_in_which_a_node_of_the_cohort_was_not_judged_has_its_last_score() -> None:
+def test_a_bin_without_a_score_of_one_condition_has_no_test() -> None:
     results = [*curve("a", Condition.SWARM, [0.1, 0.2, 0.3]), *curve("b", Condition.SOLO, [0.4])]
     results += [Judged("b", Condition.SOLO, 20, 0.6)]
     found = compare(results, bin_rounds=10)
-    assert [point.solo.mean for point in found.cohort] == [0.4, 0.4, 0.6]
-    assert [point.solo.nodes for point in found.raw] == [1, 0, 1]
-    assert found.raw[1].solo.mean is None
-    assert found.raw[1].test is None
-    assert found.raw[1].q is None
+    assert [point.solo.nodes for point in found] == [1, 0, 1]
+    assert found[1].solo.mean is None
+    assert found[1].test is None
+    assert found[1].q is None
 
 
 def test_bins_are_adjusted_together() -> None:
     results = [one for i in range(5) for one in curve(f"w{i}", Condition.SWARM, [0.5 + i / 100, 0.9 + i / 100])]
     results += [one for i in range(5) for one in curve(f"s{i}", Condition.SOLO, [0.505 + i / 100, 0.1 + i / 100])]
-    first, second = compare(results, bin_rounds=10).cohort
+    first, second = compare(results, bin_rounds=10)
     assert second.test is not None
     assert second.test.p == pytest.approx(2 / math.comb(10, 5))
     assert second.q == pytest.approx(2 * second.test.p)
@@ -98,15 +95,14 @@ def test_bins_are_adjusted_together() -> None:
 
 def test_one_arm_alone_is_drawn_and_not_tested() -> None:
     found = compare(curve("a", Condition.SWARM, [0.1, 0.2]), bin_rounds=10)
-    assert found.horizon is None
-    assert found.cohort == ()
-    assert [point.swarm.mean for point in found.raw] == [0.1, 0.2]
+    assert [point.swarm.mean for point in found] == [0.1, 0.2]
+    assert [point.test for point in found] == [None, None]
 
 
 def test_the_lines_of_the_picture_can_be_read_on_their_bands() -> None:
     scores = {Condition.SWARM: (0.2, 0.9), Condition.SOLO: (0.1, 0.8)}
     results = [one for arm, two in scores.items() for score in two for one in curve(f"{arm} {score}", arm, [score] * 5)]
-    pixels = image.imread(io.BytesIO(comparison_png(compare(results, bin_rounds=10))))[..., :3]
+    pixels = image.imread(io.BytesIO(comparison_png(compare(results, bin_rounds=10), 10)))[..., :3]
     for colour in COLOURS.values():
         share = np.isclose(pixels, colors.to_rgb(colour), atol=0.01).all(axis=-1).mean()
         assert 0 < share < 0.02  # a line and its points; a whole band is a third of the picture
@@ -118,11 +114,11 @@ def test_one_round_of_three_nodes_shows_both_conditions_also_where_they_are_equa
         *curve("b", Condition.SWARM, [0.3]),
         *curve("c", Condition.SOLO, [0.4]),
     ]
-    pixels = image.imread(io.BytesIO(comparison_png(compare(results, bin_rounds=10))))[..., :3]
-    raw = pixels[:, : pixels.shape[1] // 2][:, : pixels.shape[1] // 3]  # left of the legend
+    pixels = image.imread(io.BytesIO(comparison_png(compare(results, bin_rounds=10), 10)))[..., :3]
+    raw = pixels[:, : pixels.shape[1] * 2 // 3]  # left of the legend
     for colour in COLOURS.values():
         assert np.isclose(raw, colors.to_rgb(colour), atol=0.01).all(axis=-1).sum() > 20
 
 
 def test_nothing_judged_is_nothing_compared() -> None:
-    assert compare([], bin_rounds=10).raw == ()
+    assert compare([], bin_rounds=10) == ()

@@ -91,13 +91,10 @@ def take(
 def report(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the judge.")],
     bin_: Annotated[int, typer.Option("--bin", min=1, help="Training rounds in one point of the curve.")] = 25,
-    reached: Annotated[
-        float, typer.Option(min=0.01, max=1, help="Share of each condition's nodes that must have reached the horizon.")
-    ] = 0.5,
     out: Annotated[Path | None, typer.Option(help="The picture; report.png in the folder when unset.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Plot swarm against solo by normalised round, with a test at every point, for all nodes and for a fixed cohort."""
+    """Plot swarm against solo by normalised round, with a test at every point."""
     import time
 
     try:
@@ -111,14 +108,14 @@ def report(
     store = JudgeStore(folder)
     results = store.judged(time.time())
     store.close()
-    found = compare(results, bin_rounds=bin_, reached_by=reached)
+    points = compare(results, bin_rounds=bin_)
     path = out or folder / "report.png"
-    path.write_bytes(comparison_png(found))
+    path.write_bytes(comparison_png(points, bin_))
     if json_:
-        print(json.dumps({"test": TEST, "challenges": len(results), **asdict(found), "picture": str(path)}))
+        values = {"test": TEST, "challenges": len(results), "bin_rounds": bin_, "points": [*map(asdict, points)]}
+        print(json.dumps(values | {"picture": str(path)}))
         return
-    for name, points in (("raw", found.raw), ("cohort", found.cohort)):
-        for point in points:
-            q = "  no test" if point.q is None else f"q {point.q:7.4f}"
-            print(f"{name:<6} round {point.round:>6}  swarm {point.swarm}  solo {point.solo}  {q}")
+    for point in points:
+        q = "  no test" if point.q is None else f"q {point.q:7.4f}"
+        print(f"round {point.round:>6}  swarm {point.swarm}  solo {point.solo}  {q}")
     print(f"{TEST}\n{path}")

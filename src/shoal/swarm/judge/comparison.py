@@ -2,12 +2,8 @@
 
 Pure. A node's normalised round counts from its first judged round, so late joiners are compared at equal age. Rounds
 form bins. Within a bin a node is one number, its mean score: challenges to one node depend on each other, nodes do not.
-
-    raw      every bin has all nodes judged in it
-    cohort   only nodes that reached the horizon, in every bin; a bin without a score repeats the last
-
-Weak nodes that leave raise the raw curve although no node learned. Every point of the cohort has the same nodes, but it
-says nothing about those that left. Both curves are therefore given.
+A bin has all nodes judged in it. Weak nodes that leave raise the curve although no node learned, so each band has its
+number of nodes.
 """
 
 import io
@@ -17,7 +13,6 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeAlias
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from scipy import stats
@@ -78,17 +73,6 @@ class Point:
     """Adjusted p of the test."""
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """All bins, once with all nodes and once with the cohort."""
-
-    bin_rounds: int
-    horizon: int | None
-    """First normalised round of the last bin that the cohort reached; None when a condition has no nodes."""
-    raw: tuple[Point, ...]
-    cohort: tuple[Point, ...]
-
-
 def mann_whitney(first: Sequence[float], second: Sequence[float]) -> RankTest:
     """Tests whether values of one sample tend to be larger (Mann and Whitney, 1947).
 
@@ -106,20 +90,16 @@ def mann_whitney(first: Sequence[float], second: Sequence[float]) -> RankTest:
     return RankTest(float(found.statistic), p, float(found.statistic) / pairs)
 
 
-def compare(results: Sequence[Judged], *, bin_rounds: int, reached_by: float = 0.5) -> Comparison:
-    """Compares swarm with solo. The horizon is the last bin that a share `reached_by` of each condition's nodes
-    reached."""
-    curves = binned(results, bin_rounds)
-    raw = _points(curves, bin_rounds)
-    if not all(curves.values()):
-        return Comparison(bin_rounds, None, raw, ())
-    lasts = [sorted((max(bins) for bins in nodes.values()), reverse=True) for nodes in curves.values()]
-    horizon = min(last[math.ceil(reached_by * len(last)) - 1] for last in lasts)
-    cohort = {
-        condition: {node: _filled(bins, horizon) for node, bins in nodes.items() if max(bins) >= horizon}
-        for condition, nodes in curves.items()
-    }
-    return Comparison(bin_rounds, horizon * bin_rounds, raw, _points(cohort, bin_rounds))
+def compare(results: Sequence[Judged], *, bin_rounds: int) -> tuple[Point, ...]:
+    """Compares swarm with solo in every bin with a score."""
+    curves, found = binned(results, bin_rounds), []
+    for index in sorted({index for nodes in curves.values() for bins in nodes.values() for index in bins}):
+        swarm, solo = ([bins[index] for bins in curves[one].values() if index in bins] for one in Condition)
+        test = mann_whitney(swarm, solo) if min(len(swarm), len(solo)) >= LEAST_NODES else None
+        found.append((index * bin_rounds, _band(swarm), _band(solo), test))
+    p = [test.p for *_, test in found if test is not None]
+    adjusted = iter(stats.false_discovery_control(p) if p else ())
+    return tuple(Point(*one, None if one[-1] is None else float(next(adjusted))) for one in found)
 
 
 def binned(results: Sequence[Judged], bin_rounds: int) -> Curves:
@@ -135,47 +115,14 @@ def binned(results: Sequence[Judged], bin_rounds: int) -> Curves:
     }
 
 
-def _filled(bins: Mapping[int, float], horizon: int) -> dict[int, float]:
-    """Scores up to the horizon, with empty bins forward-filled; every node was judged in bin 0."""
-    return {index: bins[max(one for one in bins if one <= index)] for index in range(horizon + 1)}
-
-
-def _points(curves: Curves, bin_rounds: int) -> tuple[Point, ...]:
-    found = []
-    for index in sorted({index for nodes in curves.values() for bins in nodes.values() for index in bins}):
-        swarm, solo = ([bins[index] for bins in curves[one].values() if index in bins] for one in Condition)
-        test = mann_whitney(swarm, solo) if min(len(swarm), len(solo)) >= LEAST_NODES else None
-        found.append((index * bin_rounds, _band(swarm), _band(solo), test))
-    p = [test.p for *_, test in found if test is not None]
-    adjusted = iter(stats.false_discovery_control(p) if p else ())
-    return tuple(Point(*one, None if one[-1] is None else float(next(adjusted))) for one in found)
-
-
 def _band(values: Sequence[float]) -> Band:
     return Band(len(values), fmean(values), min(values), max(values)) if values else Band(0)
 
 
-def comparison_png(comparison: Comparison) -> bytes:
+def comparison_png(points: Sequence[Point], bin_rounds: int) -> bytes:
     """Plots mean pass@1 with the band from worst to best node; filled markers show significant differences."""
-    figure = Figure(figsize=(12, 5), layout="constrained", facecolor="white")
-    raw, cohort = figure.subplots(1, 2, sharey=True)
-    _plot(raw, comparison.raw, "all nodes judged in a bin")
-    _plot(cohort, comparison.cohort, "cohort: the nodes that reached the horizon")
-    margin = comparison.bin_rounds / 2
-    last = max((point.round for point in comparison.raw), default=0)
-    raw.set(ylabel="judged pass@1", ylim=(0, max(0.1, raw.get_ylim()[1])))
-    for axes in (raw, cohort):
-        axes.set_xlim(-margin, last + margin)
-        axes.set_xticks([tick for tick in MaxNLocator(10, integer=True).tick_values(0, last) if 0 <= tick <= last])
-    bins = f"rounds since a node was first judged, in bins of {comparison.bin_rounds}"
-    figure.supxlabel(f"{bins}\n{TEST}; filled: q <= {SIGNIFICANT:g}")
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=150)
-    return data.getvalue()
-
-
-def _plot(axes: Axes, points: Sequence[Point], title: str) -> None:
-    axes.set_title(title)
+    figure = Figure(figsize=(8, 5), layout="constrained", facecolor="white")
+    axes, last = figure.subplots(), max((point.round for point in points), default=0)
     for layer, condition in enumerate(reversed(Condition), 2):
         colour, (marker, size) = COLOURS[condition], MARKERS[condition]
         shown = [(point, band) for point in points if (band := getattr(point, condition)).nodes]
@@ -189,4 +136,14 @@ def _plot(axes: Axes, points: Sequence[Point], title: str) -> None:
             axes.vlines(rounds, low, high, color=colour, alpha=0.4, lw=size)
         sure = [point.q is not None and point.q <= SIGNIFICANT for point, _ in shown]
         axes.plot(rounds, mean, linestyle="none", markevery=sure, **drawn)
+    axes.set(ylabel="judged pass@1", ylim=(0, max(0.1, axes.get_ylim()[1])))
+    axes.set_xlim(-bin_rounds / 2, last + bin_rounds / 2)
+    axes.set_xticks([tick for tick in MaxNLocator(10, integer=True).tick_values(0, last) if 0 <= tick <= last])
     axes.legend(loc="best")
+    figure.supxlabel(
+        f"rounds since a node was first judged, in bins of {bin_rounds}\n{TEST}; filled: q <= {SIGNIFICANT:g}",
+        fontsize="small",
+    )
+    data = io.BytesIO()
+    figure.savefig(data, format="png", dpi=150)
+    return data.getvalue()
