@@ -24,8 +24,8 @@ from shoal.interfaces import Environment
 from shoal.swarm.attachments import AttachmentReader
 from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
-from shoal.swarm.python_tasks import PythonTasks
-from shoal.swarm.questions_of_peers import checker_of, task_as_claimed, task_of_question
+from shoal.swarm.python_tasks import PythonTasks, task_as_claimed
+from shoal.swarm.questions_of_peers import checker_of, task_of_question
 from shoal.swarm.refusals import Reason
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries

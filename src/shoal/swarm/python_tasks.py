@@ -28,7 +28,6 @@ from shoal.sandbox.runner import in_thread, strongest_if_any
 from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.offer import Claim, Course, OfferedRollout
 from shoal.swarm.python_worker import DrawSeed, LoadTask, PlayAgain, ReadAttachments, TaskReply
-from shoal.swarm.questions_of_peers import task_as_claimed
 from shoal.swarm.refusals import Reason
 from shoal.tasks.procedural_client import Redrawn, libraries
 from shoal.tasks.sdk import Definition
@@ -187,6 +186,15 @@ class PythonTasks:
         if sandbox is not None:
             sandbox.kill()
             await sandbox.end()
+
+
+def task_as_claimed(claim: Claim, drawn: Redrawn) -> Task | Reason:
+    """The task that a claim's receipt gave here; a claim with another question or truth is a lie, or held out."""
+    if (drawn.question, drawn.task.answer) == (claim.question, claim.truth):
+        return Reason.HELD_OUT if drawn.split is Split.EVAL else drawn.task
+    if claim.libraries != libraries():
+        return Reason.OTHER_LIBRARIES
+    return Reason.WRONG_TRUTH if drawn.question == claim.question else Reason.WRONG_QUESTION
 
 
 def own_task(task: Definition) -> OwnTask:

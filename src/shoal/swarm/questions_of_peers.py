@@ -15,8 +15,7 @@ from shoal.checker import Code, Spec, needs_tests, needs_truth, spec_of, task_sp
 from shoal.errors import TaskError
 from shoal.swarm.offer import MAX_CHECKER_CHARACTERS, Claim
 from shoal.swarm.refusals import Reason
-from shoal.tasks.procedural_client import Redrawn, libraries
-from shoal.types import Json, Message, Role, Split, Task
+from shoal.types import Json, Message, Role, Task
 
 TASK_ID = "questions/"
 """Beginning of the ids of such tasks."""
@@ -51,15 +50,6 @@ def task_of_question(claim: Claim, checkers: Collection[str], most_characters: i
     digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
     asked = (Message(Role.USER, claim.question),)
     return Task(f"{TASK_ID}{digest}", f"questions_{name}", asked, claim.truth, json.dumps(info))
-
-
-def task_as_claimed(claim: Claim, drawn: Redrawn) -> Task | Reason:
-    """The task that a claim's receipt gave here; a claim with another question or truth is a lie, or held out."""
-    if (drawn.question, drawn.task.answer) == (claim.question, claim.truth):
-        return Reason.HELD_OUT if drawn.split is Split.EVAL else drawn.task
-    if claim.libraries != libraries():
-        return Reason.OTHER_LIBRARIES
-    return Reason.WRONG_TRUTH if drawn.question == claim.question else Reason.WRONG_QUESTION
 
 
 def has_peers_truth(task: Task) -> bool:
