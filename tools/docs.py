@@ -42,10 +42,11 @@ COMMANDS = """# Commands
 <!-- Written by `make docs` from src/shoal/cli/; change the help there. -->
 
 `shoal COMMAND --help` explains each option. A run's name under `runs/` stands for its path. Commands with a
-configuration accept any [setting](configuration.md), as `--train.lr=1e-4` or `--train.lr 1e-4`.
+configuration accept any [setting](configuration.md), as `--train.lr=1e-4` or `--train.lr 1e-4`. Commands that join a
+run find its token in `SHOAL_RUN_TOKEN`.
 
-With `--json` the last line of standard output is one JSON object. Exit codes: 0 is success, 1 a finding of `audit` or
-`doctor`, 2 a user error, explained in one sentence on standard error.
+With `--json` the last line of standard output is one JSON object. Exit codes: 1 is a finding of `audit` or `doctor`,
+2 a user error, explained on standard error.
 """
 BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
 
@@ -175,9 +176,11 @@ def _plural(kind: str) -> str:
 
 
 def _bounds(field: FieldInfo) -> str:
-    """The bounds of a number, as ` >= 1, < 2`."""
-    found = [f"{sign} {getattr(rule, key)}" for rule in field.metadata for key, sign in BOUNDS if hasattr(rule, key)]
-    return " " + ", ".join(found) if found else ""
+    """The bounds of a number, as ` 1..4` or ` > 0, < 2`."""
+    found = {key: getattr(rule, key) for rule in field.metadata for key, _ in BOUNDS if hasattr(rule, key)}
+    if found.keys() == {"ge", "le"}:
+        return f" {found['ge']:g}..{found['le']:g}"
+    return " " + ", ".join(f"{sign} {found[key]}" for key, sign in BOUNDS if key in found) if found else ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -209,20 +212,15 @@ def layers() -> str:
 
 def frameworks() -> str:
     """The table of agent frameworks, from their last results."""
-    names = ("framework", "version", "mode", "example", "plain", "groups", "truncated", "audit", "tokens")
+    names = ("framework", "version", "mode", "groups", "truncated", "audit", "tokens")
     rows = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
     for line in (ROOT / "benchmarks" / "results" / "frameworks.jsonl").read_text().splitlines():
         one = json.loads(line)
         script = f"{one['framework'].replace('-', '_')}_agent.py"
         counts = {name: f"{one[name][0]} of {one[name][1]}" for name in ("groups", "truncated", "turns")}
         cells = (
-            *(
-                one["framework"],
-                one["version"],
-                one["mode"] or "default",
-                f"[{script}](../../examples/agents/{script})",
-            ),
-            *("answers", counts["groups"], counts["truncated"], ", ".join(one["audit"]) or "clean", counts["turns"]),
+            *(f"[{one['framework']}](../../examples/agents/{script})", one["version"], one["mode"] or "default"),
+            *(counts["groups"], counts["truncated"], ", ".join(one["audit"]) or "clean", counts["turns"]),
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -71,7 +71,7 @@ def demo(
     view: ViewFlag = False,
     json_: JsonFlag = False,
 ) -> None:
-    """Train the embedded small model on this machine and see it get better."""
+    """Train the embedded model on this machine."""
     from shoal.run.demo import demo_config, real_config, run_demo
 
     config = (real_config if real else demo_config)(run_dir, seed, context.obj)
@@ -157,7 +157,7 @@ def view(
         bool, typer.Option("--beside", hidden=True, help="Wait for the run; end with the caller.")
     ] = False,
 ) -> None:
-    """Watch runs on a page: curves, rollouts, tokens, waits. Run directories are only read."""
+    """Watch runs on a page: curves, rollouts, tokens, waits."""
     import webbrowser
 
     from shoal.net.process import die_with_parent
@@ -232,7 +232,7 @@ app.command(cls=WithSettings, rich_help_panel=MODELS)(serve)
 
 @app.command(rich_help_panel=LOOK)
 def report(run: RunArgument) -> None:
-    """Plot report.png and write report.html from a run's records."""
+    """Write report.png and report.html."""
     from shoal.observe.report import write_report
 
     png, html = write_report(run)
@@ -246,7 +246,7 @@ def export(
     parquet: Annotated[Path | None, typer.Option(help="A row per rollout.")] = None,
     inspect: Annotated[Path | None, typer.Option(help="A log that Inspect's viewer reads, as .json.")] = None,
 ) -> None:
-    """Write the rollouts of a run's log to a file."""
+    """Write the rollouts of a run to a file."""
     from shoal.experience.export import export_jsonl, export_parquet
     from shoal.observe.export_extras import extras_of
 
@@ -268,7 +268,7 @@ def trace(
     run: RunArgument,
     out: Annotated[Path | None, typer.Option(help="The file; trace.json in the run when unset.")] = None,
 ) -> None:
-    """Write who worked and who waited as a trace for Perfetto or chrome://tracing."""
+    """Write a trace of work and waits for Perfetto or chrome://tracing."""
     from shoal.observe.trace import write_trace
 
     file = out or run / "trace.json"
@@ -277,7 +277,7 @@ def trace(
 
 @app.command(rich_help_panel=LOOK)
 def audit(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Check from the log that nothing was lost, trained twice or too stale. Exit code 1 when something was."""
+    """Check from the log that nothing was lost, trained twice or too stale; exit code 1 otherwise."""
     from shoal.experience.audit import audit as audit_run
 
     result = audit_run(run)
@@ -291,7 +291,7 @@ def audit(run: RunArgument, json_: JsonFlag = False) -> None:
 
 @app.command(rich_help_panel=LOOK)
 def status(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Show a run's state, task by task: groups running, waiting, trained, failed or dropped, with reasons."""
+    """Show each task's groups: running, waiting, trained, failed or dropped, with reasons."""
     from shoal.observe.status import status as status_of
     from shoal.observe.status import status_lines
 
@@ -308,7 +308,7 @@ def doctor(
     seconds: Annotated[float, typer.Option(min=1, help="How long the run's model answers.")] = 60,
     json_: JsonFlag = False,
 ) -> None:
-    """Tell whether a run will learn and what to set; without one, list this machine and what each part misses.
+    """Predict whether a run will learn and what to set; without one, check this machine.
 
     Exit code 1 when no task of the run teaches the model.
     """

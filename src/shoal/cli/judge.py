@@ -61,7 +61,7 @@ def take(
     judge: JudgeOption = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Have a model judged once: get a challenge, answer it, print the verdict."""
+    """Have a model answer one challenge, and print the verdict."""
     from shoal.config.urls import checked_url
     from shoal.net.identity import Identity
     from shoal.swarm.answerers import ChatModel

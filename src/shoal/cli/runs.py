@@ -101,7 +101,7 @@ def restore(
     backup: Annotated[str, typer.Argument(help="A folder or a URL, as in checkpoint.backup.")],
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A new run directory.")],
 ) -> None:
-    """Make a run directory of a backup, with which --resume goes on."""
+    """Make a run directory from a backup, for --resume."""
     from shoal.run.backup import restore as restore_run
 
     restore_run(backup, run)
@@ -112,7 +112,7 @@ def init(
     kind: Annotated[Starter, typer.Argument(help="What is your own: data, a reward, an agent, ...")],
     folder: Annotated[Path | None, typer.Argument(help="A new folder; my-KIND when unset.")] = None,
 ) -> None:
-    """Write a folder that runs as it is, to be changed into one's own.
+    """Write a folder that runs, to be changed into your own.
 
     first: the demo as a configuration; data: a file of questions; reward: a function; agent: an OpenAI client; trl and
     verifiers: tasks written for them; swarm: two nodes.
@@ -138,7 +138,7 @@ def chat(
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of one answer.")] = 512,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
 ) -> None:
-    """Talk with a run's model, or with any other, line by line. /new begins anew; Ctrl-D ends."""
+    """Talk with a model. /new begins anew; Ctrl-D ends."""
     from shoal.config import parse
     from shoal.run.chat import ChatOptions, Prompt, chat_with
     from shoal.run.plan import check_model

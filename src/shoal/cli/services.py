@@ -34,9 +34,9 @@ def join_engine(
     device: Annotated[str, typer.Option(help="cpu or cuda; the run's setting when unset.")] = "",
     threads: Annotated[int, typer.Option(min=0, help="Cores that compute; all when 0.")] = 0,
 ) -> None:
-    """Answer for a run, with Shoal's own engine or with a command's, until stopped. SHOAL_RUN_TOKEN is the run's token.
+    """Answer for a run, with Shoal's engine or a command's, until stopped.
 
-    Weights are pulled from the run to this host's disk. The run goes on when the engine leaves.
+    SHOAL_RUN_TOKEN is the run's token. Weights are pulled to this host's disk. The run goes on when the engine leaves.
     """
     from shoal.cluster.engine_role import EngineHost
     from shoal.net.client import TOKEN_VARIABLE
@@ -53,10 +53,10 @@ def join_trainer(
     host: Annotated[str, typer.Option(help="Address for other ranks; the one that reaches the run when unset.")] = "",
     threads: Annotated[int, typer.Option(min=0, help="Cores that compute; all when 0.")] = 0,
 ) -> None:
-    """Train for a run as one of its ranks, until stopped. SHOAL_RUN_TOKEN is the run's token.
+    """Train for a run as one of its ranks, until stopped.
 
-    RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a launcher number the ranks, and LOCAL_RANK the GPU; without them
-    the run does.
+    SHOAL_RUN_TOKEN is the run's token. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a launcher number the ranks,
+    and LOCAL_RANK the GPU; without them the run does.
     """
     from shoal.cluster.rank_role import RankHost
     from shoal.net.client import TOKEN_VARIABLE
@@ -77,7 +77,7 @@ def serve_rewards(
     ),
     run: Annotated[str, typer.Option(metavar="RUN_URL", help="A run to join, which then needs no reward.urls.")] = "",
 ) -> None:
-    """Score over HTTP; runs use it with reward.urls. SHOAL_REWARDS_TOKEN, where set, is required of every client.
+    """Score over HTTP for runs with reward.urls; clients need SHOAL_REWARDS_TOKEN, if set.
 
     With --run it registers with a run instead, whose token is SHOAL_RUN_TOKEN, until stopped.
     """
@@ -108,7 +108,10 @@ def serve_task(
     name: Annotated[str | None, typer.Option(help="As the run calls it; the task's own name when unset.")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Rollouts at once; the task's own when unset.")] = None,
 ) -> None:
-    """Draw, roll out and score a task for a run, until stopped. SHOAL_RUN_TOKEN is the run's token, if any."""
+    """Draw, roll out and score a task for a run, until stopped.
+
+    SHOAL_RUN_TOKEN is the run's token, if any.
+    """
     from shoal.net.client import TOKEN_VARIABLE
     from shoal.tasks.remote_worker import RemoteWorker
     from shoal.tasks.sdk import definition_at
@@ -123,7 +126,7 @@ def serve_task(
 def print_template(
     kind: Annotated[str, typer.Argument(help="slurm, kuberay, kubernetes or skypilot.")],
 ) -> None:
-    """Print the file that starts a run on a cluster: with Ray, or as plain Kubernetes objects."""
+    """Print the file that starts a run on a cluster."""
     from shoal.errors import ConfigError, expected_one_of
 
     known = {path.stem: path for path in sorted(TEMPLATES.iterdir())}

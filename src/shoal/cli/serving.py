@@ -41,7 +41,7 @@ def serve(
     log: Annotated[Path | None, typer.Option(help="File that gets a line of JSON per request.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No line per request in the terminal.")] = False,
 ) -> None:
-    """Answer OpenAI and Anthropic clients with a model, or the tinker package's training loops.
+    """Answer OpenAI, Anthropic or tinker clients.
 
     With tinker, --cluster.listen=HOST:PORT and other settings of that section let engines and the trainer join it.
     """

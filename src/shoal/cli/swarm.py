@@ -34,7 +34,7 @@ def serve(
     token: Annotated[str | None, typer.Option(help="Token that nodes must know.", envvar="SHOAL_SWARM_TOKEN")] = None,
     include: Annotated[Path | None, typer.Option(help="More nats-server configuration: accounts, leaf nodes.")] = None,
 ) -> None:
-    """Run a server where nodes meet, until Ctrl-C. Its streams survive a restart."""
+    """Run a server for nodes, until Ctrl-C. Its streams survive a restart."""
     from shoal.swarm.server import NatsServer, ServerOptions
 
     routes = tuple(route or ())
@@ -66,8 +66,7 @@ def human_ui(
         float, typer.Option(min=0, help="Seconds since the last answer, after which fewer suffice.")
     ] = 30.0,
 ) -> None:
-    """Ask people questions in the human UI, a web page, and offer their answers to the swarm. Settings as for `shoal
-    train`."""
+    """Ask people questions in the human UI, a web page, and offer their answers to the swarm."""
     from shoal.config import load
     from shoal.run.join_swarm import serve_human
     from shoal.swarm.human.questions import QuestionPace
@@ -89,7 +88,7 @@ def join(
     groups: Annotated[int | None, typer.Option(min=1, help="Stop after as many.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Join without training: a remote model or a rule answers the tasks of a configuration, and the answers are shared.
+    """Join without training: a remote model or a rule answers the tasks.
 
     A node that trains joins with `shoal train`, with swarm.servers and swarm.external_groups set. Identity and status
     are in the configuration's run_dir with -join after it, unless --run_dir names another folder.
@@ -120,7 +119,7 @@ def status(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 picks a free one.")] = 8410,
     json_: JsonFlag = False,
 ) -> None:
-    """Show a peer's state in its swarm: connection, peers, and the offers shared, taken and refused."""
+    """Show a node's connection, peers, and offers shared, taken and refused."""
     values = status_of(run)
     if values is None:
         raise RunDirError(f"{run} is not the run of a swarm's node: it has no swarm/status.json")
@@ -184,7 +183,7 @@ def offers(
     seconds: Annotated[float, typer.Option(min=0.1, help="How long to listen.")] = 3.0,
     json_: JsonFlag = False,
 ) -> None:
-    """List a swarm's offers, a line each; signatures are checked, nothing is trained or scored."""
+    """List a swarm's offers, a line each; signatures are checked."""
     from shoal.swarm.listing import listed
 
     found, refused = asyncio.run(listed(server, name, seconds))
@@ -222,7 +221,7 @@ def demo(
     folder: Annotated[Path | None, typer.Option(help="Where it is written; a new one under runs/.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Train nodes on each other's text on this machine, and the same nodes alone; from a source checkout."""
+    """Train nodes together and alone on this machine; from a source checkout."""
     from_checkout("swarm demo")
     from examples.swarm_demo import DemoPlan, run_swarm_demo
 
