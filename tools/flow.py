@@ -127,7 +127,7 @@ run.loop:TrainLoop._step
           swarm.strategy:apply_taker
       swarm.encoding:rollouts_of
   run.policy:Policy.rows
-    swarm.external:external_rows
+    swarm.strategy:external_rows
 run.loop:TrainLoop._record_and_train
   experience.buffer:Buffer.consumed
     experience.log:insert_group

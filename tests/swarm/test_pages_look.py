@@ -20,7 +20,7 @@ from shoal.net.server import PAGE_HEADERS, json, look, serving
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.report import write_report
 from shoal.swarm.judge.messages import Condition
-from shoal.swarm.judge.server import STYLE, leaderboard_html
+from shoal.swarm.judge.server import leaderboard_html
 from shoal.swarm.judge.store import Standing
 
 LOOK = files("shoal.net").joinpath("look.css").read_text()
@@ -70,6 +70,7 @@ def test_a_report_and_the_judges_page_fit_a_phone_with_their_figures_in_sight_an
             )
             for payload in PAYLOADS
         ]  # fmt: skip
+        style = files("shoal.swarm.judge").joinpath("static", "style.css").read_text()
         page_html = leaderboard_html("judge", standings, [payload[:60] for payload in PAYLOADS])
         (tmp_path / "run").mkdir()
         tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
@@ -78,7 +79,7 @@ def test_a_report_and_the_judges_page_fit_a_phone_with_their_figures_in_sight_an
             tracker.write("event", {"name": "x" * 40, "reason": payload[:500]})
         tracker.close()
         report = write_report(tmp_path / "run")[1].read_text()
-        routes = (static("/", "text/html", page_html), static("/style.css", "text/css", STYLE))
+        routes = (static("/", "text/html", page_html), static("/style.css", "text/css", style))
         async with opened(*routes) as (page, url):
             await page.goto((tmp_path / "run" / "report.html").as_uri())
             assert await page.value("document.documentElement.scrollWidth") <= 390

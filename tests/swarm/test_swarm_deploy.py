@@ -126,7 +126,7 @@ def test_the_status_page_shows_what_the_peer_wrote_last(written: bool) -> None:
             assert status == 200
             assert "status.js" in page
             assert "script-src 'self'" in policy
-            for path in ("/status.js", "/status.css"):
+            for path in ("/status.js", "/style.css"):
                 assert (await asyncio.to_thread(get, path))[0] == 200
             status, said, _ = await asyncio.to_thread(get, "/api/status")
             assert (status, json.loads(said) == values) == ((200, True) if written else (404, False))

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import hmac
 import ipaddress
+import mimetypes
 import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from functools import partial
 from http import HTTPStatus
 from importlib.resources import files
 from typing import NoReturn, TypedDict, TypeVar, Unpack
@@ -22,6 +24,7 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -94,6 +97,15 @@ def refusal(error: Exception) -> Response:
 async def look(_: Request) -> Response:
     """Serves look.css, the style sheet of all pages."""
     return Response(_LOOK, 200, PAGE_HEADERS, "text/css")
+
+
+def page_files(package: str) -> list[Route]:
+    """Routes of a page: the files in the package's folder `static`, with index.html at /, and look.css."""
+    routes = [Route("/look.css", look)]
+    for file in files(package).joinpath("static").iterdir():
+        answer = partial(Response, file.read_bytes(), 200, PAGE_HEADERS, mimetypes.guess_type(file.name)[0])
+        routes.append(Route(f"/{file.name.removesuffix('index.html')}", lambda _, answer=answer: answer()))
+    return routes
 
 
 async def _refused(_: Request, error: Exception) -> Response:

@@ -5,9 +5,8 @@ envelope    signed, size-limited bytes around one payload
 offer       a shared question with its rollouts as text (pure)
 trust       the ingress filter, and the record of each peer
 contents    digests of answers that were taken before, under any name (pure)
-strategy    choice of own groups to share and of offers to take (pure)
+strategy    choice of own groups to share and of offers to take; weight of the latter (pure)
 encoding    peers' text as rows of this node's tokenizer (pure)
-external    the gradient's weight of peers' answers (pure)
 exchange    envelopes in memory, for tests and simulations
 options     servers and credentials of a swarm
 nats        envelopes through NATS JetStream

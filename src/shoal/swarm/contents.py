@@ -14,9 +14,9 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shoal.model.answer import written
+from shoal.swarm.offer import offered
 from shoal.swarm.rates import Recent
-from shoal.types import Group, Message, Role, Task
+from shoal.types import Group, Task
 
 MOST = 1 << 17
 """Entries of each table; the oldest are forgotten."""
@@ -91,14 +91,8 @@ class Contents:
 
 
 def texts_of(group: Group) -> list[str]:
-    """All that was sampled in each rollout, as `OfferedRollout.said` has it."""
-    return [_said(rollout.messages[len(group.task.messages) :]) for rollout in group.rollouts]
-
-
-def _said(answers: Sequence[Message]) -> str:
-    sampled = [one for one in answers if one.role is Role.ASSISTANT]
-    calls = [call.name + call.arguments for one in sampled for call in one.tool_calls]
-    return "\n".join([*map(written, sampled), *calls])
+    """All that was sampled in each rollout."""
+    return [offered(rollout, len(group.task.messages)).said for rollout in group.rollouts]
 
 
 def _plain(text: str) -> str:

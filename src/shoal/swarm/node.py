@@ -30,11 +30,10 @@ from shoal.swarm.offer_reading import OfferReader, limits_of
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.ready_pool import ReadyPool
 from shoal.swarm.refusals import Reason
-from shoal.swarm.rounds import Rounds
 from shoal.swarm.sharing import Outbox
 from shoal.swarm.strategy import sharer_of, taker_of
 from shoal.swarm.trust import VerifiedMessage
-from shoal.swarm.verification import Verification
+from shoal.swarm.verification import Rounds, Verification
 from shoal.types import Group, Origin, seed_for
 
 NEWCOMER_REST = 4.0

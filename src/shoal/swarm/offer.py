@@ -195,11 +195,12 @@ def offer_of(group: Group, claim: Claim, model: str, made_s: float) -> Offer:
     """
     prompt, conversations = len(group.task.messages), bool(claim.source)
     portable = [one for one in group.rollouts if is_portable(one, prompt, conversations=conversations)]
-    offered = [_offered(rollout, prompt) for rollout in portable[:MAX_ROLLOUTS]]
-    return Offer(claim, tuple(offered), GeneratorKind.TRAINING, model_name(model), made_s)
+    rollouts = tuple(offered(rollout, prompt) for rollout in portable[:MAX_ROLLOUTS])
+    return Offer(claim, rollouts, GeneratorKind.TRAINING, model_name(model), made_s)
 
 
-def _offered(rollout: Rollout, prompt: int) -> OfferedRollout:
+def offered(rollout: Rollout, prompt: int) -> OfferedRollout:
+    """The messages of a rollout after the `prompt` messages of its question, as an offer has them."""
     complete = [turn.completion.finish_reason is FinishReason.STOP for turn in rollout.turns]
     answers = rollout.messages[prompt:]
     if len(answers) == 1 and not answers[0].tool_calls:
@@ -208,7 +209,7 @@ def _offered(rollout: Rollout, prompt: int) -> OfferedRollout:
         ends, turns = iter(complete), list[OfferedTurn]()
         for one in answers:
             sampled = one.role is Role.ASSISTANT
-            text, whole = (written(one), next(ends)) if sampled else (one.content, True)
+            text, whole = (written(one), next(ends, True)) if sampled else (one.content, True)
             turns.append(OfferedTurn(one.role, text, one.tool_calls, one.tool_call_id, sampled, whole))
         found = OfferedRollout("", True, tuple(turns))
     return found

@@ -1,4 +1,6 @@
-"""A strategy chooses the own groups to share and the offers to take. Pure; randomness comes in as an argument.
+"""A strategy chooses the own groups to share, the offers to take, and how the latter are reinforced. Pure.
+
+Randomness comes in as an argument.
 
 SAPO (arXiv 2509.08721) shares all groups and takes uniformly among groups with an advantage: `all` and `uniform`.
 Uniform gives a thousand made-up names a thousand shares. The default is therefore `trusted`, in which newcomers have
@@ -15,14 +17,16 @@ one small share together. A user's `module:function` has the signature `Sharer` 
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from statistics import fmean
 from typing import Any, TypeAlias, TypeVar, cast
 
+from shoal.config import Credit
 from shoal.errors import ConfigError, expected_one_of
 from shoal.plugins import own_code
 from shoal.swarm.rates import Bucket
+from shoal.types import Sample
 
 T = TypeVar("T")
 NEWCOMER_SHARE = 0.15
@@ -178,6 +182,18 @@ SHARERS: Mapping[str, Sharer] = {
 
 
 TAKERS = ("uniform", "trusted")
+
+
+def external_rows(rows: Sequence[Sample], credit: Credit) -> tuple[Sample, ...]:
+    """Rows of an external group: `group` keeps them as they are (SAPO), `group_drop` sets negative advantages to 0.
+
+    The gradient of a worse external answer pushes down text that this node might never write. With stacked models,
+    leaving such answers out was better in each of three seeds (experiments/sapo_stacked). The tokens of a row without
+    advantage still count in the loss's denominator.
+    """
+    if credit == "group":
+        return tuple(rows)
+    return tuple(replace(row, advantages=tuple(max(a, 0.0) for a in row.advantages)) for row in rows)
 
 
 def sharer_of(name: str) -> Sharer:

@@ -19,7 +19,6 @@ from shoal.swarm.pending import PendingOffers
 from shoal.swarm.rates import Recent
 from shoal.swarm.ready_pool import ReadyPool
 from shoal.swarm.refusals import LIES, Reason
-from shoal.swarm.rounds import Rounds
 from shoal.swarm.strategy import differ
 from shoal.swarm.trust import IngressFilter, VerifiedMessage
 
@@ -30,6 +29,41 @@ MOST_TAKEN = 1 << 17
 """Messages remembered as taken. The ingress filter refuses older messages."""
 IDLE_S = 10.0
 """Seconds after which ready offers are looked through for stale ones although nothing arrived."""
+
+
+MOST_COUNTED = 4096
+"""Authors whose offers are counted for a round."""
+
+
+class Rounds:
+    """Rounds of a swarm: one is whole once `offers` more were read, with a bounded number of each author. Pure."""
+
+    def __init__(self, offers: int, per_author: int) -> None:
+        """An author counts with `per_author` offers per round, and with twice as many after a silent one."""
+        self._offers, self._per_author = offers, per_author
+        self._read, self._awaited = 0, offers
+        self._left: Recent[str, int] = Recent(MOST_COUNTED)
+
+    def read(self, author: str) -> None:
+        """Counts an offer of an author, accepted or refused."""
+        left = self._left.get(author, self._per_author)
+        self._left[author] = max(0, left - 1)
+        self._read += left > 0
+
+    @property
+    def whole(self) -> bool:
+        """Whether all offers of the round were read."""
+        return self._read >= self._awaited
+
+    def short(self) -> None:
+        """Ends a round with offers missing, so a lost group shortens one round and not all later ones."""
+        self._awaited = min(self._awaited, self._read)
+
+    def next(self) -> None:
+        """Begins the next round."""
+        self._awaited += self._offers
+        for author, left in self._left.items():
+            dict.__setitem__(self._left, author, min(left + self._per_author, 2 * self._per_author))
 
 
 @dataclass(slots=True)

@@ -15,7 +15,6 @@ import hmac
 import secrets
 import time
 from collections.abc import Callable
-from importlib.resources import files
 
 import msgspec
 from starlette.applications import Starlette
@@ -25,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ChildDied, TaskError
-from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, decoded, guarded, json, look
+from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, decoded, guarded, json, page_files
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import MOST_CHARACTERS, Given, OpenQuestion, is_right
 from shoal.swarm.rates import Bucket, Buckets
@@ -35,11 +34,6 @@ COOKIE = "visitor"
 MOST_BODY_BYTES = 8 * MOST_CHARACTERS
 SHOWN_CHARACTERS = 1000
 """Characters shown of another's answer."""
-_STATIC = {
-    "/": ("index.html", "text/html"),
-    "/style.css": ("style.css", "text/css"),
-    "/desk.js": ("desk.js", "text/javascript"),
-}
 
 
 class NextRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -82,8 +76,7 @@ class HumanServer:
         self._key = secrets.token_bytes(32)
         self.app = Starlette(
             routes=[
-                *(Route(path, _static(*file)) for path, file in _STATIC.items()),
-                Route("/look.css", look),
+                *page_files("shoal.swarm.human"),
                 Route("/api/question", self._question, methods=["POST"]),
                 Route("/api/answer", self._answer, methods=["POST"]),
                 Route("/api/state/{id}", self._state),
@@ -183,8 +176,3 @@ def _judged(reward: Reward) -> dict[str, object]:
 
 def _address(http: Request) -> str:
     return http.client.host if http.client else ""
-
-
-def _static(name: str, kind: str) -> Callable[[Request], Response]:
-    data = files("shoal.swarm.human").joinpath("static", name).read_bytes()
-    return lambda _: Response(data, 200, PAGE_HEADERS, kind)

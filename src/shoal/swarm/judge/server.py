@@ -12,6 +12,7 @@ Messages are the wire bytes of `shoal.swarm.judge.messages`; an error is JSON wi
 import time
 from collections.abc import Sequence
 from html import escape
+from importlib.resources import files
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -20,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal import wire
-from shoal.net.server import HANDLERS, PAGE_HEADERS, body, guarded, json, look
+from shoal.net.server import HANDLERS, PAGE_HEADERS, body, guarded, json, page_files
 from shoal.swarm.judge.judging import Judge
 from shoal.swarm.judge.messages import MOST_BYTES
 from shoal.swarm.judge.store import NEWEST, Standing
@@ -28,40 +29,7 @@ from shoal.swarm.judge.store import NEWEST, Standing
 RESTS = 50.0
 """Pause between two computations of the leaderboard, as a multiple of the time of one."""
 WIRE = "application/octet-stream"
-STYLE = """
-main { max-width: 1120px; margin: 0 auto; padding: 1rem 1rem 3rem; }
-h1 { font-size: 1.3rem; } p { max-width: 60rem; overflow-wrap: anywhere; }
-th, td { white-space: nowrap; }
-td.name { overflow: hidden; text-overflow: ellipsis; max-width: 16rem; unicode-bidi: isolate; }
-@media (max-width: 600px) { th, td { padding: .35rem .45rem; } td.name { max-width: 9rem; } }
-"""
-PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Leaderboard - Shoal</title>
-<link rel="stylesheet" href="look.css">
-<link rel="stylesheet" href="style.css">
-<link rel="icon" href="data:,">
-</head>
-<body>
-<main>
-<h1>Leaderboard</h1>
-<p>pass@1 is the mean of a peer's newest {newest} challenges, whatever it called its models; one that was not answered
-in time counts 0. Peers are in the order of what that says at least, given how many questions and peers there are.
-The last columns are the share of each specialty's questions that was answered right.
-Judge: <code>{judge}</code></p>
-<div class="scroll" tabindex="0" role="region" aria-label="Leaderboard">
-<table>
-<thead><tr>{heads}</tr></thead>
-<tbody>{rows}</tbody>
-</table>
-</div>
-</main>
-</body>
-</html>
-"""
+_PAGE = files("shoal.swarm.judge").joinpath("leaderboard.html").read_text()
 _HEADS = ("Rank", "Peer", "pass@1", "at least", "Model", "Condition", "Round", "Challenges", "Unanswered")
 
 
@@ -75,8 +43,7 @@ class JudgeServer:
         self.app = Starlette(
             routes=[
                 Route("/", self._page),
-                Route("/look.css", look),
-                Route("/style.css", self._style),
+                *page_files("shoal.swarm.judge"),
                 Route("/leaderboard.json", self._leaderboard),
                 Route("/ledger", self._ledger),
                 Route("/challenge", self._challenge, methods=["POST"]),
@@ -90,9 +57,6 @@ class JudgeServer:
         names = [one.dataset for one in self._judge.specialties]
         html = leaderboard_html(self._judge.peer_id, self._newest(), names)
         return Response(html, media_type="text/html", headers=PAGE_HEADERS)
-
-    async def _style(self, _: Request) -> Response:
-        return Response(STYLE, media_type="text/css", headers=PAGE_HEADERS)
 
     async def _leaderboard(self, _: Request) -> Response:
         return json({"judge": self._judge.peer_id, "standings": self._newest()}, headers=PAGE_HEADERS)
@@ -119,7 +83,7 @@ def leaderboard_html(judge: str, standings: Sequence[Standing], specialties: Seq
     """Page of the judge with this peer id, best peer first."""
     heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *specialties))
     rows = "".join(_row(rank, one, specialties) for rank, one in enumerate(standings, 1))
-    return PAGE.format(newest=NEWEST, judge=escape(judge), heads=heads, rows=rows)
+    return _PAGE.format(newest=NEWEST, judge=escape(judge), heads=heads, rows=rows)
 
 
 def _row(rank: int, one: Standing, specialties: Sequence[str]) -> str:
