@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, ValidationError, model_validator
+from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
 
 from shoal.config.cluster import ClusterConfig
 from shoal.config.complaints import complaint
 from shoal.config.presets import DEFAULT_MAX_TOKENS
+from shoal.config.processor import multiplies_bfloat16
 from shoal.config.section import MOST, Section
 from shoal.config.swarm import SwarmConfig
 from shoal.config.training import LOSS_OF, OWN_SETTINGS, UNUSED, DPOLoss, PositiveOnlyLoss, TrainConfig, foreign_setting
@@ -37,12 +38,22 @@ class ModelConfig(Section):
         "demo",
         description="Directory, hub name, or embedded: `demo`, `demo-code`, `demo-turns`, `demo-sums`, `demo-tools`.",
     )
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="Type of weights and activations.")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` takes a GPU when there is one.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "float32", description="Type of weights and activations; `auto` is bfloat16 where the processor multiplies it."
+    )
     gradient_checkpointing: bool | Literal["selective"] = Field(
         False,
         description="Computes activations again to save memory; `selective` keeps products of weights.",
     )
+
+    @field_validator("dtype")
+    @classmethod
+    def _choose_dtype(cls, dtype: str, info: ValidationInfo) -> str:
+        """Puts the type in place of `auto`, so that a run goes on with it on another machine."""
+        if dtype != "auto":
+            return dtype
+        return "bfloat16" if multiplies_bfloat16(gpus=info.data.get("device") != "cpu") else "float32"
 
 
 class TaskConfig(Section):

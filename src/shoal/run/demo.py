@@ -55,7 +55,7 @@ def real_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) 
         {
             "run_dir": str(folder),
             "seed": seed,
-            "model": {"path": SMOLLM2, "dtype": "bfloat16"},
+            "model": {"path": SMOLLM2, "dtype": "auto"},
             "tasks": [
                 {"name": "sums", "service": "jsonl", "path": str(questions), "scorer": "number", "eval_share": 0.52},
             ],
