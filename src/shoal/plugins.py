@@ -62,7 +62,7 @@ def _unfound(module: str, error: FileNotFoundError | ModuleNotFoundError) -> str
     else:
         names = [name.removesuffix(".py") for name in beside(Path("here")) if name.endswith(".py")]
         is_it, sought = error.name == module.partition(".")[0], module
-    return f"there is no {'file' if module.endswith('.py') else 'module'} {module}{did_you_mean(sought, names)}" * is_it
+    return f"{'file' if module.endswith('.py') else 'module'} {module} not found{did_you_mean(sought, names)}" * is_it
 
 
 def source_hash(field: str, name: str) -> str:

@@ -58,7 +58,7 @@ def test_health_that_a_proxy_answers_is_none() -> None:
     async def ask() -> None:
         for status in (400, 404, 503):
             async with stubbed(Stub(otherwise=(status, b"not here"))) as url, aclosing(HttpEngine(url)) as engine:
-                with pytest.raises(EngineUnavailable, match=f"HTTP {status} of its health: not here"):
+                with pytest.raises(EngineUnavailable, match=f"HTTP {status} on /health: not here"):
                     await engine.alive()
 
     asyncio.run(ask())

@@ -132,7 +132,7 @@ def test_an_environment_of_trl_s_kind_is_played_with_tools_until_the_model_calls
     last, tools = model.asked[-1]
     assert last[0].content == f"double {goal} Count to {goal}."
     assert next(message.content for message in last if message.role is Role.TOOL) == f"the count is {goal - 1}"
-    assert "there is no tool 'subtract'" in last[4].content
+    assert "tool 'subtract' not found" in last[4].content
     assert "unsupported operand" in json.loads(last[6].content)["error"]
     (described,) = json.loads(tools)
     assert described["function"]["parameters"]["properties"] == {"by": {"type": "integer", "description": "How much."}}

@@ -79,7 +79,7 @@ def test_the_towers_are_moved_by_the_best_moves_and_a_wrong_one_only_costs_a_tur
         assert len(script) <= 8
         rollout = played(game, task, *script)
         assert (rollout.reward.value, len(rollout.turns)) == (1.0, len(script))
-        assert "no move by the rules" in rollout.messages[2].content
+        assert "against the rules" in rollout.messages[2].content
 
 
 def test_calls_of_the_calculator_are_answered_and_bad_ones_say_why() -> None:
@@ -99,7 +99,7 @@ def test_calls_of_the_calculator_are_answered_and_bad_ones_say_why() -> None:
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0)
     told = [message.content for message in rollout.messages if message.role is Role.TOOL]
     assert told[0] == task.answer
-    assert told[1:] == ['{"error": "there is no tool \'abacus\'"}', '{"error": "division by zero"}']
+    assert told[1:] == ['{"error": "tool \'abacus\' not found"}', '{"error": "division by zero"}']
     assert played(game, task, "It is 1").reward.value == 0
 
 

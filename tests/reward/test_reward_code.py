@@ -168,7 +168,7 @@ CANNOT = {
     "class": ("def test_a(): assert solution.Stack().pop() == 1", "Stack looks like a class"),
     "no program": ("def test_a(): assert True", "imports from solution"),
     "fixture": ("def test_a(nowhere): assert f(1) == 1", "nowhere"),
-    "function": ("def test_a(): assert f(lambda: 1) == 1", "no plain value"),
+    "function": ("def test_a(): assert f(lambda: 1) == 1", "other than a plain value"),
     "module": ("import no_such_module\ndef test_a(): assert f(1) == 1", "no_such_module"),
     "skipped": ("import pytest\n@pytest.mark.skip\ndef test_a(): assert f(1) == 1", "no test"),
     "syntax": ("def test_a(: pass", "expected Python"),

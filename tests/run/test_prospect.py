@@ -84,7 +84,7 @@ def test_answers_that_are_cut_are_told_and_no_signal_is_exit_code_1(tmp_path: Pa
     ("tasks", "options", "why"),
     [
         ("", ("--train.teacher=demo",), "train.teacher: expected a run that learns from rewards"),
-        ('[[stages]]\nkind = "rl"\n', (), "stages: expected a run whose model exists before it"),
+        ('[[stages]]\nkind = "rl"\n', (), "stages: expected a run whose model exists"),
     ],
 )
 def test_a_run_that_rewards_do_not_describe_is_refused(

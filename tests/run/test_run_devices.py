@@ -76,7 +76,7 @@ def test_gpus_that_are_named_or_shared_are_taken(
         ),
         (["engine.gpus=[2]"], ["0", "1"], "engine.gpus: expected numbers below 2, the GPUs there are, got [2]"),
         (["engine.gpus=[0, 1]"], ["0", "1"], "engine.gpus: expected a GPU for each engine, 1 in all, got [0, 1]"),
-        (["train.gpus=[0, 0]", "train.ranks=2"], ["0"], "train.gpus: expected a GPU of its own for each rank"),
+        (["train.gpus=[0, 0]", "train.ranks=2"], ["0"], "train.gpus: expected one GPU per rank"),
         ([], ["0"], "engine.gpus, train.gpus: expected a GPU for each of 1 engines and 1 ranks, got 1"),
     ],
 )

@@ -125,7 +125,7 @@ def test_a_wrong_line_is_named_with_file_line_and_field(tmp_path: Path, line: st
 
 
 def test_a_file_that_is_missing_binary_or_too_small_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TaskError, match=r"nowhere\.jsonl: expected a JSONL file"):
+    with pytest.raises(TaskError, match=r"nowhere\.jsonl: JSONL file not found"):
         service(tmp_path / "nowhere.jsonl")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(TaskError, match="UTF-8"):

@@ -99,7 +99,7 @@ def test_an_example_answer_stands_in_where_a_dataset_has_many_right_ones() -> No
         ({"name": "chain_sum", "params": 99}, "params: expected a level from 0 to"),
         ({"name": "chain_sum", "rewrite": [["(", ""]]}, "rewrite.0"),
         ({"name": "chain_sum", "system_prompt": "reasoning_gym:defualt"}, "expected one of reasoning_gym:DeepSeekZero"),
-        ({"name": "quiz", "service": "jsonl", "path": "nowhere.jsonl"}, "expected a JSONL file"),
+        ({"name": "quiz", "service": "jsonl", "path": "nowhere.jsonl"}, "JSONL file not found"),
     ],
 )
 def test_a_task_that_cannot_be_drawn_is_refused_and_leaves_no_process(table: Json, message: str) -> None:

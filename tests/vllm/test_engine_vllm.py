@@ -183,7 +183,7 @@ def test_what_cannot_work_is_refused_in_words(url: str, model_dir: Path, tmp_pat
     async def body(engine: ForeignEngine) -> None:
         with pytest.raises(RequestRefused, match="do not exist"):
             await engine.update_weights(1, tmp_path / "nowhere")
-        with pytest.raises(ConfigError, match="none of them"):
+        with pytest.raises(ConfigError, match="another server"):
             await connect(f"{url}/nowhere", on_update="keep", model_dir=model_dir, sampling=Sampling(8))
 
     asked(url, model_dir, body, "keep")

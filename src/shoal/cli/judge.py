@@ -50,7 +50,7 @@ def take(
     judge_url: UrlArgument,
     engine: Annotated[str, typer.Option(help="OpenAI-compatible URL of the model, with /v1.")],
     model: Annotated[str, typer.Option(help="Its name there, and on the leaderboard.")],
-    identity: Annotated[Path, typer.Option(help="The peer's key; made when there is none.")] = Path(
+    identity: Annotated[Path, typer.Option(help="The peer's key; created if it does not exist.")] = Path(
         "runs/taker/identity.pem"
     ),
     arm: Annotated[TrainedBy, typer.Option(help="How it is trained.")] = TrainedBy.solo,
@@ -104,7 +104,7 @@ def report(
     from shoal.swarm.judge.store import FILE, JudgeStore
 
     if not (folder / FILE).is_file():
-        raise RunDirError(f"{folder} is no judge's folder: {folder / FILE} is missing")
+        raise RunDirError(f"{folder} is not a judge's folder: {folder / FILE} not found")
     store = JudgeStore(folder)
     results = store.judged(time.time())
     store.close()

@@ -13,7 +13,7 @@ from shoal.cli.output import until_stopped
 engines = typer.Typer(name="engine", help="Bring engines to runs of other hosts.", no_args_is_help=True)
 trainers = typer.Typer(name="trainer", help="Bring ranks to runs of other hosts.", no_args_is_help=True)
 rewards = typer.Typer(name="rewards", help="Score answers for runs on other machines.", no_args_is_help=True)
-tasks = typer.Typer(name="task", help="Serve tasks to a run from processes of their own.", no_args_is_help=True)
+tasks = typer.Typer(name="task", help="Serve tasks to a run from separate processes.", no_args_is_help=True)
 TEMPLATES = Path(__file__).parents[1] / "cluster" / "templates"
 clusters = typer.Typer(name="cluster", help="Bring runs to clusters.", no_args_is_help=True)
 groups = (engines, trainers, rewards, tasks, clusters)
@@ -21,7 +21,7 @@ groups = (engines, trainers, rewards, tasks, clusters)
 
 @engines.command("join")
 def join_engine(
-    run_url: Annotated[str, typer.Argument(metavar="RUN_URL", help="As the run says it: http://HOST:PORT.")],
+    run_url: Annotated[str, typer.Argument(metavar="RUN_URL", help="The run's address, http://HOST:PORT.")],
     command: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- COMMAND]", help="As in: -- vllm serve {model} --port {port}."),
@@ -48,7 +48,7 @@ def join_engine(
 
 @trainers.command("join")
 def join_trainer(
-    run_url: Annotated[str, typer.Argument(metavar="RUN_URL", help="As the run says it: http://HOST:PORT.")],
+    run_url: Annotated[str, typer.Argument(metavar="RUN_URL", help="The run's address, http://HOST:PORT.")],
     folder: Annotated[Path, typer.Option(help="Where the model is kept on this host.")] = Path("shoal-trainer"),
     host: Annotated[str, typer.Option(help="Address for other ranks; the one that reaches the run when unset.")] = "",
     threads: Annotated[int, typer.Option(min=0, help="Cores that compute; all when 0.")] = 0,
@@ -104,7 +104,7 @@ def serve_rewards(
 @tasks.command("serve")
 def serve_task(
     task: Annotated[str, typer.Argument(metavar="MODULE:TASK", help="As in `import`, from this folder too.")],
-    orchestrator: Annotated[str, typer.Option(metavar="URL", help="Where the run says that tasks register.")],
+    orchestrator: Annotated[str, typer.Option(metavar="URL", help="The run's address for tasks.")],
     name: Annotated[str | None, typer.Option(help="As the run calls it; the task's own name when unset.")] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Rollouts at once; the task's own when unset.")] = None,
 ) -> None:

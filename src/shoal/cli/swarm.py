@@ -209,7 +209,7 @@ def ban(run: RunArgument, peer_id: Annotated[str, typer.Argument(help="As `shoal
     if len(peer_id) != 32 or not all(digit in "0123456789abcdef" for digit in peer_id):
         raise ConfigError(f"peer id: expected 32 hexadecimal digits, got {peer_id!r}")
     if not run.is_dir():
-        raise RunDirError(f"{run} is no run directory")
+        raise RunDirError(f"{run} is not a run directory")
     ban_in(run / FOLDER, [peer_id])
 
 

@@ -40,14 +40,14 @@ async def connect(
                 return HttpEngine(url, token=token)
         status, data = await client.status("GET", "/v1/models")
     if status >= 500:
-        raise EngineUnavailable(f"{url} says HTTP {status}: {words(data)}")
+        raise EngineUnavailable(f"{url} answered HTTP {status}: {words(data)}")
     owner = ""
     if status == 200:
         with contextlib.suppress(*UNREADABLE, IndexError):
             owner = msgspec.json.decode(data, type=Models).data[0].owned_by
     if owner not in ADAPTERS:
         expected = "a Shoal engine, vLLM or SGLang"
-        raise ConfigError(f"engine.urls: expected {expected} at {url}, got a server that is none of them")
+        raise ConfigError(f"engine.urls: expected {expected} at {url}, got another server")
     adapter = ADAPTERS[owner](url, token)
     return await ForeignEngine.start(
         adapter, on_update=on_update, model_dir=model_dir, sampling=sampling, adapters=adapters

@@ -127,7 +127,7 @@ class ForeignEngine:
         """Samples `n` completions of one prompt; an update ends a completion with `ABORT` and its tokens so far."""
         if sampling.grammar:
             raise RequestRefused(
-                f"response_format, tool_choice: {self.abilities.server} does not say which tokens a grammar forced; "
+                f"response_format, tool_choice: {self.abilities.server} does not report which tokens a grammar forced; "
                 f"leave these fields out, or use Shoal's own engine (no engine.urls)"
             )
         failed_before = await self._admitted()

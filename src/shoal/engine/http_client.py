@@ -118,7 +118,7 @@ class HttpEngine:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
         status, answer = await self._control.status("GET", "/health")
         if status != 200:
-            raise EngineUnavailable(f"{self._url} says HTTP {status} of its health: {words(answer)}")
+            raise EngineUnavailable(f"{self._url} answered HTTP {status} on /health: {words(answer)}")
 
     async def pause(self, mode: str = "abort") -> None:
         """Pauses: `abort` ends requests now, `wait` lets them finish, `keep` lets them stand still."""

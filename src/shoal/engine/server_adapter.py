@@ -158,7 +158,7 @@ class HttpAdapter:
         """Tokens of the longest sequence that the server takes."""
         longest = (await self._client.ask("GET", "/v1/models", Models)).data[0].max_model_len
         if longest is None:
-            raise EngineUnavailable(f"{self.name} at {self._client.url} does not say how long its sequences may be")
+            raise EngineUnavailable(f"{self.name} at {self._client.url} does not report max_model_len")
         return longest
 
     async def takes_adapters(self) -> bool:
@@ -182,7 +182,7 @@ class HttpAdapter:
         """Returns when `/health` answers 200; 503 is a server whose engine has died."""
         status, _ = await self._client.status("GET", "/health")
         if status != 200:
-            raise EngineUnavailable(f"{self.name} at {self._client.url} says HTTP {status} of its health")
+            raise EngineUnavailable(f"{self.name} at {self._client.url} answered HTTP {status} on its health route")
 
     async def counters(self) -> ServerCounters | None:
         """Counters from Prometheus metrics; None when the server has none."""

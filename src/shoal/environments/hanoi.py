@@ -46,7 +46,7 @@ class Hanoi(msgspec.Struct, frozen=True):
             match = _MOVE.search(said.content[-200:])
             moved = moved_disk(pegs, match[1], match[2]) if match else None
             if moved is None:
-                hint = "That is no move by the rules." if match else "Say one move, such as A -> B."
+                hint = "That move is against the rules." if match else "Say one move, such as A -> B."
             else:
                 pegs, hint = moved, ""
             if pegs == GOAL * len(pegs):

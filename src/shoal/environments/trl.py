@@ -171,7 +171,7 @@ async def converse(
 async def _result(tools: Mapping[str, Callable[..., Any]], name: str, arguments: str) -> str:
     """A tool's result. A wrong call gets its error as the result, as in TRL, so that the model can mend it."""
     if name not in tools:
-        return json.dumps({"error": f"there is no tool {name!r}"})
+        return json.dumps({"error": f"tool {name!r} not found"})
     try:
         return str(await called(tools[name], **json.loads(arguments)))
     except EnvironmentFailed:

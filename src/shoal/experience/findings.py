@@ -22,7 +22,7 @@ class Check(StrEnum):
     READABLE = "every record can be read"
     ADMISSION = "no more groups are accepted and running than the bound allows"
     USABLE = "no group is trained of which half or more failed"
-    FAILURES = "what failed has a reason, and what was not scored is no reward"
+    FAILURES = "failed rollouts have a reason, and unscored rollouts have no reward"
     STEPS = "steps follow one another and push when it is due"
     PUBLISHED = "no version is published before its step is recorded"
     CHECKPOINTS = "the log has every step that a checkpoint holds"

@@ -121,7 +121,7 @@ def _tools(body: MessagesRequest) -> Sequence[object]:
     check_count("tools", len(body.tools or ()))
     for i, tool in enumerate(body.tools or ()):
         if tool.type not in (None, "custom"):
-            remedy = "offer a tool of your own with an input_schema, and run it in the client"
+            remedy = "offer your tool with an input_schema, and run it in the client"
             raise Refusal(f"tools[{i}].type", "'custom'", tool.type, remedy)
     offered = body.tools if body.tool_choice is None or body.tool_choice.type != "none" else None
     return [function_tool(tool.name, tool.description, tool.input_schema) for tool in offered or ()]
@@ -215,7 +215,7 @@ def _events(reply: Reply[MessagesRequest]) -> Iterator[Body]:
     yield {"type": "message_stop"}
 
 
-_OWN_TOOLS = "offer tools of your own, and run them in the client"
+_OWN_TOOLS = "offer your tools, and run them in the client"
 MESSAGES_UNSERVED: Fields = {
     "container": Unserved(_OWN_TOOLS),
     "mcp_servers": Unserved(_OWN_TOOLS, ([],)),

@@ -135,7 +135,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.top_logprobs and not self.logprobs:
-            raise Refusal("top_logprobs", "logprobs = true beside it", self.logprobs)
+            raise Refusal("top_logprobs", "logprobs = true too", self.logprobs)
 
     @property
     def wants_logprobs(self) -> bool:

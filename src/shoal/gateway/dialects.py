@@ -265,7 +265,7 @@ def wanted_calls(field: str, choice: str, named: str, tools: Sequence[object] | 
     if named and named not in names:
         raise Refusal(field, f"one of the tools ({', '.join(names) or 'none given'})", named)
     if choice == "required" and not names:
-        raise Refusal(field, "at least one tool beside it", choice, "send tools, or leave it out")
+        raise Refusal(field, "at least one entry in tools", choice, "send tools, or leave it out")
     return (named,) if named else names if choice == "required" else ()
 
 

@@ -24,7 +24,7 @@ def local_directory(path: str) -> Path:
     directory = Path(path).expanduser()
     if directory.is_dir():
         if not (directory / "config.json").is_file():
-            raise ModelError(f"model directory {path!r} has neither config.json nor a GGUF file: it is no model")
+            raise ModelError(f"model directory {path!r} has neither config.json nor a GGUF file")
         return dequantised(directory)
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
         raise ModelError(f"model directory {path!r} does not exist")
@@ -65,7 +65,7 @@ def _refusal(error: Exception) -> str:
         case errors.RepositoryNotFoundError():
             return "the hub has none of this name, or a private one; see its spelling, or log in (hf auth login)"
         case errors.HFValidationError():
-            return "no model of the hub has such a name: expected OWNER/NAME"
+            return "invalid hub name: expected OWNER/NAME"
         case errors.LocalEntryNotFoundError():
             return "the hub cannot be reached from here; fetch it where the network is, and give its directory"
     return f"the hub did not send it: {str(error).strip().splitlines()[0]}"

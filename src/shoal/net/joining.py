@@ -129,9 +129,9 @@ async def _served(
             if isinstance(greeting, Admitted):
                 say(f"joined {url} as {greeting.name}")
             elif greeting.again:
-                say(f"{url} says: {greeting.reason}")
+                say(f"{url} refused: {greeting.reason}")
             else:
-                raise ConfigError(f"{url} says: {greeting.reason}")
+                raise ConfigError(f"{url} refused: {greeting.reason}")
     finally:
         tasks = list(running.values())
         for task in tasks:

@@ -219,7 +219,7 @@ def _scripts(job: Job, runs: Runs) -> list[str | CaseVerdict]:
     for line in _lines(run)[: len(job.given)]:
         status, text = line.get("status"), line.get("o")
         if not isinstance(status, int) or not isinstance(text, str):  # the program may have written the line
-            return [*found, CaseVerdict("what came is no output")]
+            return [*found, CaseVerdict("the result is not an output")]
         ended = Ended.KILLED_OUTPUT if line.get("much") else Ended.SIGNALLED if status < 0 else Ended.EXITED
         alone = replace(run, ended=ended, exit_code=status, signal=-status)
         found.append(_ended(alone) or text)
@@ -252,7 +252,7 @@ def _returned(test: UnitTest, line: dict[str, object], tolerance: float) -> Case
             return CaseVerdict()
         return CaseVerdict(f"expected {_short(test.returns)}, got {_short(line['v'])}")
     except (ValueError, TypeError, OverflowError, RecursionError):
-        return CaseVerdict("what came is no value")
+        return CaseVerdict("the result is not a plain value")
 
 
 def equal(value: object, expected: object, tolerance: float) -> bool:

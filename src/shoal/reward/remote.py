@@ -119,7 +119,7 @@ def _wrong(rewards: Sequence[Reward], count: int) -> str:
         return f"expected {count} rewards, got {len(rewards)}"
     for one in rewards:
         if one.status is not RewardStatus.SCORED and one.value:
-            return f"value: expected 0 beside {one.status}, got {one.value}"
+            return f"value: expected 0 with status {one.status}, got {one.value}"
         numbers = [value for _, value in one.parts]
         if not all(map(math.isfinite, numbers)):
             return f"parts: expected finite numbers, got {numbers}"

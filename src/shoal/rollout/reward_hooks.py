@@ -21,7 +21,7 @@ from shoal.plugins import described, own_code
 from shoal.types import Group, RewardStatus, Role, Rollout, RolloutStatus
 
 Hook: TypeAlias = Callable[[Group], Group]
-DUPLICATE = "post-processing: another rollout of the group says the same"
+DUPLICATE = "post-processing: another rollout of the group has the same text"
 HOOKS = ("score", "correct", "length:NUMBER", "dedup")
 BEFORE = "before post-processing"
 

@@ -103,7 +103,7 @@ def devices_of(config: Config, visible: Sequence[str], *, trains: bool = True) -
     _check_numbers("engine.gpus", named, engines, "engine", visible)
     _check_numbers("train.gpus", own, ranks, "rank", visible)
     if len(set(own)) < len(own):
-        raise ConfigError(f"train.gpus: expected a GPU of its own for each rank, got {own}")
+        raise ConfigError(f"train.gpus: expected one GPU per rank, got {own}")
     taken = own or _free(ranks, named, visible, config)
     if chosen == "shared":
         on = taken or range(len(visible))

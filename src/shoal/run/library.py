@@ -93,7 +93,7 @@ def _home(keyword: str) -> str | None:
     if not homes:
         raise ConfigError(f"{keyword}: no setting has this name; see docs/reference/configuration.md")
     if len(homes) > 1:
-        raise ConfigError(f"{keyword}: {', '.join(homes)} have it; say which, as in {homes[0]}={{{keyword!r}: ...}}")
+        raise ConfigError(f"{keyword}: {', '.join(homes)} have it; choose one, as in {homes[0]}={{{keyword!r}: ...}}")
     return homes[0]
 
 

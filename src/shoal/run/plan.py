@@ -110,7 +110,7 @@ def _max_model_len(model_dir: Path, config: Config) -> int:
     limit = sizes_of(model_dir).max_position_embeddings
     asked = config.engine.max_model_len
     if limit is None and asked is None:
-        raise ConfigError(f"engine.max_model_len: the model in {model_dir} names no limit of its own, so set one")
+        raise ConfigError(f"engine.max_model_len: the model in {model_dir} has no limit; set one")
     if limit is not None and asked is not None and asked > limit:
         raise ConfigError(f"engine.max_model_len: expected at most the model's {limit} tokens, got {asked}")
     return asked or limit or 0

@@ -59,7 +59,7 @@ def prospect_of(config: Config, seconds: float, tell: Tell) -> Prospect:
     """Answers groups of a run's tasks for about `seconds`. Raises a `ShoalError`; `tell` gets the progress."""
     if config.stages:
         raise ConfigError(
-            "stages: expected a run whose model exists before it, got stages; ask for one stage by a file of its own"
+            "stages: expected a run whose model exists, got stages; write a separate configuration for one stage"
         )
     if config.train.teacher is not None:
         raise ConfigError("train.teacher: expected a run that learns from rewards, got one that its teacher teaches")

@@ -204,11 +204,11 @@ def own_task(task: Definition) -> OwnTask:
     module = inspect.getmodule(task.source)
     file = getattr(module, "__file__", None)
     if module is None or file is None or module.__name__ == "__main__":
-        raise TaskError(f"{task.name}: expected a task in a file of its own, so that peers can be compared with it")
+        raise TaskError(f"{task.name}: expected a task in a separate file, so that peers can be compared with it")
     found = ((name, one) for name, one in vars(module).items() if isinstance(one, Definition))
     entry, original = next(((name, one) for name, one in found if one.source is task.source), ("", task))
     if not entry:
-        raise TaskError(f"{task.name}: expected the task at the top of {file}, found none there")
+        raise TaskError(f"{task.name}: task not found at the top level of {file}")
     own_name = Path(file).stem if module.__name__.startswith(_OWN_FILE) else module.__name__
     text = Path(file).read_text(encoding="utf-8")
     digest = hashlib.sha256(wire.encode((original.name, text))).hexdigest()

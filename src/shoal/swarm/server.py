@@ -88,7 +88,7 @@ def server_config(options: ServerOptions) -> str:
     lines = [f"{name}: {json.dumps(value, ensure_ascii=False)}" for name, value in values.items() if value is not None]
     if options.include is not None:
         if not options.include.is_file():
-            raise ConfigError(f"swarm serve: --include: expected a file, got {options.include}, which is none")
+            raise ConfigError(f"swarm serve: --include: {options.include} is not a file")
         # nats-server joins the path to the configuration's own folder, an absolute one too.
         path = os.path.relpath(options.include.resolve(), folder)
         lines.append(f"include {json.dumps(path, ensure_ascii=False)}")

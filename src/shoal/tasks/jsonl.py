@@ -81,9 +81,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, FileNotFoundError):
-            raise TaskError(
-                f"{path}: expected a JSONL file, found none{did_you_mean(path.name, beside(path))}"
-            ) from None
+            raise TaskError(f"{path}: JSONL file not found{did_you_mean(path.name, beside(path))}") from None
         raise TaskError(f"{path}: expected a JSONL file in UTF-8: {error}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():

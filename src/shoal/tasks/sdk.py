@@ -283,12 +283,12 @@ def definition_at(path: str) -> Definition:
         try:
             found = found()
         except TypeError as error:
-            raise TaskError(f"task: {path!r} is no task: {error}") from error
+            raise TaskError(f"task: {path!r} is not a task: {error}") from error
     if isinstance(found, Definition):
         return found
     if isinstance(name := getattr(found, "name", None), str) and callable(getattr(found, "draw", None)):
         return Definition(name, found)
-    raise TaskError(f"task: {path!r} is no task; decorate it with shoal.tasks.sdk.task")
+    raise TaskError(f"task: {path!r} is not a task; decorate it with shoal.tasks.sdk.task")
 
 
 def outcome_of(said: object) -> Outcome:

@@ -265,7 +265,7 @@ class TinkerApp:
             self._sampler_of(target, owner)
         request = await self._service.futures.result(request_id, POLL_S)
         if request is None:
-            raise Refused(HTTPStatus.GONE, f"request_id: {request_id!r} is unknown, or its result is no longer kept")
+            raise Refused(HTTPStatus.GONE, f"request_id: {request_id!r} not found, or its result has expired")
         if request.state == "pending":
             waiting = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return json(waiting, HTTPStatus.REQUEST_TIMEOUT)
@@ -373,24 +373,24 @@ class TinkerApp:
 
     def _session_of(self, session: str, owner: str) -> str:
         if self._store.owner(session) != owner:
-            raise Refused(HTTPStatus.NOT_FOUND, f"session_id: {session!r} is no session of this key")
+            raise Refused(HTTPStatus.NOT_FOUND, f"session_id: session {session!r} not found for this API key")
         return session
 
     def _model_of(self, id_: str, owner: str, *, closed: bool = False) -> StoredModel:
         model = self._store.model(id_)
         if model is None or self._store.owner(model.session) != owner or (model.closed and not closed):
-            raise Refused(HTTPStatus.NOT_FOUND, f"model_id: {id_!r} is no model of this key")
+            raise Refused(HTTPStatus.NOT_FOUND, f"model_id: model {id_!r} not found for this API key")
         return model
 
     def _sampler_of(self, id_: str, owner: str) -> Sampler:
         sampler = self._store.sampler(id_)
         if sampler is None or self._store.owner(sampler.session) != owner:
-            raise Refused(HTTPStatus.NOT_FOUND, f"sampling_session_id: {id_!r} is no sampler of this key")
+            raise Refused(HTTPStatus.NOT_FOUND, f"sampling_session_id: sampler {id_!r} not found for this API key")
         return sampler
 
     def _checkpoint_of(self, path: str, owner: str) -> SavedWeights:
         checkpoint = self._store.checkpoint(path)
         if checkpoint is None:
-            raise Refused(HTTPStatus.NOT_FOUND, f"path: {path!r} is no checkpoint of this key")
+            raise Refused(HTTPStatus.NOT_FOUND, f"path: checkpoint {path!r} not found for this API key")
         self._model_of(checkpoint.model, owner, closed=True)
         return checkpoint

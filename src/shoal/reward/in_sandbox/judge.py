@@ -153,7 +153,7 @@ class JudgedProgram:
         except (ValueError, RecursionError):
             if ITERATORS:
                 raise Wrong("the program gave an iterator, which cannot be handed back to it") from None
-            raise TestsRefused(f"a test hands {request[0]} something that is no plain value") from None
+            raise TestsRefused(f"a test hands {request[0]} something other than a plain value") from None
         try:
             self.requests.write(packed)
             self.requests.flush()
@@ -221,7 +221,7 @@ def value_of(tree, name):
             return KINDS[tag](inner)
     except (TypeError, ValueError, IndexError, OverflowError, RecursionError) as error:
         raise Wrong(f"{name} gave no plain value: {error}") from None
-    raise Wrong(f"{name} gave {inner}, which is no plain value")
+    raise Wrong(f"{name} returned {inner}, not a plain value")
 
 
 def restore(arg, back):

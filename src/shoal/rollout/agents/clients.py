@@ -131,13 +131,13 @@ def _why_no_command(spec: Named) -> str:
     """Reason why the settings name no command for this machine; empty where they do."""
     program, script = spec.run[0], Path("".join(spec.run[1:2]))
     if shutil.which(program) is None:
-        return f"expected a program that can be run, and there is no {program!r} on this machine"
+        return f"program {program!r} not found on this machine"
     if script.suffix in SCRIPTS and not script.exists():
-        return f"expected a script to run, and there is no {str(script)!r}{did_you_mean(script.name, beside(script))}"
+        return f"script {str(script)!r} not found{did_you_mean(script.name, beside(script))}"
     if missing := [name for name in spec.env if name not in os.environ]:
         return f"expected the variable {missing[0]} in the environment, as env names it; it is not set"
     if missing := [path for path in spec.reads if not os.path.exists(path)]:
-        return f"expected reads to name files and folders, and there is no {missing[0]}"
+        return f"reads: {missing[0]} not found"
     if os.path.basename(spec.answer_file) != spec.answer_file or spec.answer_file in (".", ".."):
         return f"expected answer_file to be a name without folders, got {spec.answer_file!r}"
     if spec.score == "agent":

@@ -129,7 +129,7 @@ class HumanServer:
     async def _state(self, http: Request) -> Response:
         state = self._node.questions.state(http.path_params["id"])
         if state is None:
-            raise Refused(404, "nobody remembers this question")
+            raise Refused(404, "this question has expired")
         return json({"state": state.value}, headers=PAGE_HEADERS)
 
     async def _status(self, _: Request) -> Response:
