@@ -274,3 +274,25 @@ class Swarm(Protocol):
 
     def stepped(self, external: Sequence[Group]) -> dict[str, float]:
         """Records a step and returns its metrics."""
+
+
+class Worker(Protocol):
+    """A process that answers calls: a child of this one, or a process of another host that has joined a run."""
+
+    @property
+    def ticks(self) -> int:
+        """Processor time of the process, in ticks."""
+
+    def place(self, folder: Path) -> str:
+        """Path by which requests name a folder of this host."""
+
+    async def call(
+        self, frame: bytes, timeout_s: float, *, fetched: Path | None = None, filled: Path | None = None
+    ) -> bytes:
+        """Answer to a frame. Raises `ChildDied`, and `TimeoutError` after which the process is gone.
+
+        The worker reads the files of the folder `fetched`, and writes files that are in `filled` with the answer.
+        """
+
+    async def died(self) -> object:
+        """Waits until the process has ended; returns how."""

@@ -87,7 +87,8 @@ def test_files_of_a_run_are_read_and_written_in_the_folder_of_a_ticket_only(tmp_
         (folder / "a").mkdir(parents=True)
         (tmp_path / "secret").write_text("secret")
         app = RunServer(shelf.routes, token=TOKEN).app
-        with shelf.ticket(folder) as ticket:
+        ticket = shelf.ticket(folder)
+        with shelf.opened(folder):
             for method in ("GET", "POST"):
                 status, said = await asked(app, method, f"/v1/files/{ticket}/{name}", TOKEN)
                 assert status in (400, 404), said

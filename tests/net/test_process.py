@@ -12,7 +12,7 @@ import pytest
 from cancelled import LOOPS, Loop, left_by, own_children
 from shoal.errors import ChildDied
 from shoal.net.process import Child
-from shoal.trainer.worker import LocalRank, TrainerProcess, local_ranks
+from shoal.trainer.worker import TrainerProcess, local_ranks
 from until import until
 
 ECHO = """
@@ -84,7 +84,7 @@ def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
     async def run() -> None:
         async with Script("import signal; signal.pause()", tmp_path) as child:
             with pytest.raises(ChildDied, match=r"has not answered SaveCheckpoint for 0\.05 s; go on with --resume"):
-                await TrainerProcess([LocalRank(child)], timeout_s=0.05).save(tmp_path)
+                await TrainerProcess([child], timeout_s=0.05).save(tmp_path)
             assert (await child.died()).returncode == -signal.SIGKILL
 
     asyncio.run(run())
@@ -93,7 +93,7 @@ def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
 def test_who_asks_a_killed_trainer_and_who_watches_it_say_the_same_sentence(tmp_path: Path) -> None:
     async def run() -> None:
         async with local_ranks(tmp_path / "log", 1) as ranks:
-            child, asking = ranks[0].child, asyncio.create_task(TrainerProcess(ranks).save(tmp_path))
+            child, asking = ranks[0], asyncio.create_task(TrainerProcess(ranks).save(tmp_path))
             os.kill(child.pid, signal.SIGKILL)
             watched = str(await child.died())
             with pytest.raises(ChildDied) as raised:
@@ -108,7 +108,7 @@ def test_a_child_that_closes_its_socket_and_lives_is_killed(tmp_path: Path, loop
     async def run() -> None:
         async with Script(DEAF, tmp_path, advice="go on") as child:
             with pytest.raises(ChildDied, match="closed its connection without ending, and was killed; go on"):
-                await child.ask(b"anybody there?", 120)
+                await child.call(b"anybody there?", 120)
             assert (await child.died()).returncode == -signal.SIGKILL
 
     with asyncio.Runner(loop_factory=loop) as runner:
@@ -119,14 +119,14 @@ def test_a_child_that_closes_its_socket_and_lives_is_killed(tmp_path: Path, loop
 def test_the_answer_to_a_cancelled_ask_is_not_the_next_ones(tmp_path: Path, loop: Loop) -> None:
     async def run() -> None:
         async with Script(ECHO, tmp_path) as child:
-            assert await child.ask(b"zeroth", 60) == b"zeroth"
+            assert await child.call(b"zeroth", 60) == b"zeroth"
             stop(child.pid)
-            first = asyncio.create_task(child.ask(b"first" * 1_000_000, 60))
+            first = asyncio.create_task(child.call(b"first" * 1_000_000, 60))
             await asyncio.sleep(0)
             first.cancel()
             await asyncio.wait([first])
             os.kill(child.pid, signal.SIGCONT)
-            assert await child.ask(b"second", 60) == b"second"
+            assert await child.call(b"second", 60) == b"second"
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(run())
@@ -149,9 +149,9 @@ def test_a_child_killed_before_it_read_what_it_was_sent_has_died(tmp_path: Path,
 def test_a_stopped_child_with_unsent_bytes_is_ended(tmp_path: Path, loop: Loop) -> None:
     async def run() -> None:
         async with Script(ECHO, tmp_path) as child:
-            assert await child.ask(b"ready", 60) == b"ready"
+            assert await child.call(b"ready", 60) == b"ready"
             stop(child.pid)
-            asking = asyncio.create_task(child.ask(bytes(4_000_000), 60))
+            asking = asyncio.create_task(child.call(bytes(4_000_000), 60))
             await asyncio.sleep(0)
             asking.cancel()
             await asyncio.wait([asking])

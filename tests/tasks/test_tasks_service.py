@@ -54,7 +54,7 @@ numbers = itertools.count()
 
 def joined(service: Service, most: int = 64, version: str = "1") -> LeasedWorker:
     worker = LeasedWorker(f"task-joined-{next(numbers)}", SERVER)
-    service.join(worker.name, TaskRole("sums", version, converses=True, max_running=most), worker)
+    service.join(TaskRole("sums", version, converses=True, max_running=most), worker)
     return worker
 
 

@@ -42,6 +42,7 @@ from shoal.trainer.messages import (
     SaveCheckpoint,
     TrainerFailed,
     WriteVersion,
+    request_from,
 )
 from shoal.trainer.models import TrainedModels
 from shoal.trainer.ranks import ALONE
@@ -73,7 +74,7 @@ Script: TypeAlias = Callable[[], BaseException | Answer]
 
 
 class ScriptedRank:
-    """Implements `trainer.worker.Rank`: does what a script says with requests of the model `bad`."""
+    """Implements `interfaces.Worker`: does what a script says with requests of the model `bad`."""
 
     ticks = 0
 
@@ -84,7 +85,13 @@ class ScriptedRank:
         await asyncio.Event().wait()
         return ""
 
-    async def ask(self, request: Request, timeout_s: float) -> Answer:
+    def place(self, folder: Path) -> str:
+        return str(folder)
+
+    async def call(self, frame: bytes, timeout_s: float, **folders: Path) -> bytes:
+        return wire.encode(self._answer(request_from(frame)))
+
+    def _answer(self, request: Request) -> Answer:
         jobs = request.jobs if isinstance(request, Accumulate) else ()
         models = [job.name for job in jobs] or [getattr(request, "name", "")]
         if "bad" in models and not isinstance(request, Open | Close):

@@ -83,7 +83,9 @@ def test_ranks_without_a_directory_in_common_write_the_bytes_of_one_rank(tiny_mo
     store = WeightStore(tmp_path / "weights")
     folders = {case: store.begin(version) for version, case in enumerate(CASES)}
     with RunServer(shelf.routes, token=TOKEN) as server, ExitStack() as stack:
-        tickets = {case: stack.enter_context(shelf.ticket(folder)) for case, folder in folders.items()}
+        for folder in folders.values():
+            stack.enter_context(shelf.opened(folder))
+        tickets = {case: shelf.ticket(folder) for case, folder in folders.items()}
         given = (models, tmp_path, f"127.0.0.1:{free_port()}", server.url, tickets)
         multiprocessing.spawn(rank, given, nprocs=RANKS)
     for version, case in enumerate(CASES):

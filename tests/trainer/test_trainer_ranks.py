@@ -164,7 +164,7 @@ def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
         async with local_ranks(tmp_path / "log", 2, 2, ["5", "7"]) as ranks:
             trainer = TrainerProcess(ranks)
             await trainer.start(tiny_model_dir, config, 2)
-            assert [environment_of(rank.child.pid)["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["5", "7"]
+            assert [environment_of(rank.pid)["CUDA_VISIBLE_DEVICES"] for rank in ranks] == ["5", "7"]
             await trainer.save(tmp_path)
             for name in ("now", "later"):
                 (tmp_path / name).mkdir()
@@ -187,7 +187,7 @@ def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
             again = await trainer.step(rows)
             assert replace(again, seconds=0.0) == replace(first, seconds=0.0)
             await trainer.write_version(tmp_path / "published.safetensors")
-            ranks[1].child.kill()
+            ranks[1].kill()
             with pytest.raises(ChildDied, match="the trainer rank 1 process ended with signal 9"):
                 await trainer.step(rows)
 

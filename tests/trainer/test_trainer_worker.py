@@ -43,7 +43,7 @@ CONFIG = parse(
 def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model_dir: Path, tmp_path: Path) -> None:
     async def main() -> None:
         async with local_ranks(tmp_path / "log", 1) as ranks:
-            child = ranks[0].child
+            child = ranks[0]
             assert environment_of(child.pid)["OMP_WAIT_POLICY"] == "passive"
             trainer = TrainerProcess(ranks, timeout_s=120)
             with pytest.raises(TrainerError, match="refused Step: expected Start"):
@@ -63,7 +63,7 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
 
             with pytest.raises(TrainerError, match="expected ids in"):
                 await trainer.step([(Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),)])
-            assert isinstance(answer_from(await child.ask(b"\x01nonsense", 120)), TrainerFailed)
+            assert isinstance(answer_from(await child.call(b"\x01nonsense", 120)), TrainerFailed)
             with pytest.raises(TrainerError, match="cannot be written"):
                 await trainer.save(tmp_path / "nowhere")
 

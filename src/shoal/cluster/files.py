@@ -8,8 +8,10 @@ Several roles may write stretches of the same file, as ranks do that have a part
 """
 
 import asyncio
+import hashlib
 import re
 import secrets
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,28 +41,32 @@ class FileShelf:
     """Folders of the run that roles may read and fill, by ticket."""
 
     def __init__(self) -> None:
-        self._folders: dict[str, Path] = {}
+        self._folders, self._key = defaultdict[str, list[Path]](list), secrets.token_bytes(32)
         self.routes = [
             Route("/v1/files/{ticket}", self._list),
             Route("/v1/files/{ticket}/{name}", self._read),
             Route("/v1/files/{ticket}/{name}", self._write, methods=["POST"]),
         ]
 
+    def ticket(self, folder: Path) -> str:
+        """Ticket of a folder, which cannot be guessed."""
+        return hashlib.blake2b(str(folder).encode(), key=self._key, digest_size=16).hexdigest()
+
     @contextmanager
-    def ticket(self, folder: Path) -> Iterator[str]:
-        """Ticket of a folder, for as long as the block lasts."""
-        ticket = secrets.token_urlsafe(16)
-        self._folders[ticket] = folder
+    def opened(self, folder: Path | None) -> Iterator[None]:
+        """Lets roles use the ticket of a folder within the block."""
+        if folder is not None:
+            self._folders[self.ticket(folder)] += [folder]
         try:
-            yield ticket
+            yield
         finally:
-            del self._folders[ticket]
+            if folder is not None:
+                self._folders[self.ticket(folder)].pop()
 
     def _folder(self, http: Request) -> Path:
-        folder = self._folders.get(http.path_params["ticket"])
-        if folder is None:
+        if not (found := self._folders.get(http.path_params["ticket"])):
             raise Refused(404, "ticket: expected one of a request under way")
-        return folder
+        return found[0]
 
     def _place(self, http: Request) -> tuple[Path, int]:
         name, offset = http.path_params["name"], http.query_params.get("offset", "0")

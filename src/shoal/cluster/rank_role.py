@@ -25,7 +25,7 @@ from shoal.errors import ChildDied, EngineUnavailable, ShoalError, WireError
 from shoal.net.client import Client
 from shoal.net.joining import ASK_AGAIN_S, NUMBER, Answering, hold_lease
 from shoal.net.listening import free_port, own_address
-from shoal.net.process import Child, cores, cpu_ticks, torch_environment
+from shoal.net.process import Child, cores, torch_environment
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
     Answer,
@@ -34,6 +34,7 @@ from shoal.trainer.messages import (
     Request,
     SaveCheckpoint,
     StartTrainer,
+    Step,
     TrainerFailed,
     WriteVersion,
     answer_from,
@@ -130,7 +131,7 @@ class _Link:
                 await self._emptied()
             if isinstance(request, LoadCheckpoint):
                 await fetch_files(self._client, ticket, self._work)
-            answer = answer_from(await child.ask(wire.encode(request), ANSWER_TIMEOUT_S))
+            answer = answer_from(await child.call(wire.encode(request), ANSWER_TIMEOUT_S))
             if ticket and not isinstance(request, LoadCheckpoint) and not isinstance(answer, TrainerFailed):
                 await send_files(self._client, ticket, self._work)
         except ChildDied:
@@ -148,6 +149,8 @@ class _Link:
                 return "", changed(request, **here)
             case Open():
                 return "", changed(request, model_path=str(self._model_dir))
+            case Step():  # the file with each token's numbers is for ranks of the run's host
+                return "", changed(request, tokens_file=None)
             case WriteVersion(str(path)):
                 ticket, _, name = path.partition("/")
                 if not NAME.fullmatch(name):
@@ -162,6 +165,6 @@ async def _beat(socket: aiohttp.ClientWebSocketResponse, child: Child) -> None:
     """Reports the worker's processor time until it ends, and then closes the connection: the rank is gone."""
     with suppress(aiohttp.ClientError, OSError):  # the run has closed it
         while not child.closed():
-            await socket.send_bytes(NUMBER.pack(0) + NUMBER.pack(cpu_ticks(child.pid)))
+            await socket.send_bytes(NUMBER.pack(0) + NUMBER.pack(child.ticks))
             await asyncio.sleep(BEAT_S)
         await socket.close()

@@ -130,7 +130,7 @@ class Exit:
 class Child:
     """One running child and the socket to it, as an async context manager; leaving it ends the child.
 
-    Invariant: `receive` returns only answers to the newest request, never a late answer to a cancelled `ask`.
+    Invariant: `receive` returns only answers to the newest request, never a late answer to a cancelled `call`.
     """
 
     most_frame_bytes = MAX_FRAME_BYTES
@@ -224,10 +224,21 @@ class Child:
             return await self.receive(timeout_s)
         except TimeoutError:
             log = self._last_words() or "nothing"
-            why = f"the {self.name} process was not ready in {timeout_s:g} s; its log ends: {log}"
-            raise ChildDied(why) from None
+            raise ChildDied(f"the {self.name} process was not ready in {timeout_s:g} s; its log ends: {log}") from None
 
-    async def ask(self, frame: bytes, timeout_s: float) -> bytes:
+    @property
+    def ticks(self) -> int:
+        """Processor time of the child, in ticks; 0 where the system does not say."""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return int(fields[11]) + int(fields[12])
+        return 0
+
+    def place(self, folder: Path) -> str:
+        """Implements `Worker`: a child has the disk of this process."""
+        return str(folder)
+
+    async def call(self, frame: bytes, timeout_s: float, **_: Path | None) -> bytes:
         """Sends one frame and returns the answer; callers take turns, and the deadline begins with the turn.
 
         Raises `ChildDied`. After the deadline it kills the child and raises `TimeoutError`.
@@ -271,8 +282,7 @@ class Child:
 
     async def died(self) -> Exit:
         """Waits until the child has ended; returns how."""
-        code = await self._process.wait()
-        return Exit(self.name, code, self._last_words(), self._advice)
+        return Exit(self.name, await self._process.wait(), self._last_words(), self._advice)
 
     async def _death(self) -> ChildDied:
         """Error for a child that closed its socket; a child that still runs is killed."""
@@ -388,11 +398,3 @@ def _receive_exactly(connection: socket.socket, size: int) -> bytes | None:
             return None
         received += count
     return bytes(data)
-
-
-def cpu_ticks(pid: int) -> int:
-    """Processor time of a process in ticks; 0 where the system does not say."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])
-    return 0

@@ -3,8 +3,8 @@
     GET /v1/join     the WebSocket of a role: its lease
     GET /v1/roles    the roles that are there
 
-Rooms add their routes, and a `RoleHandler` for each kind of role that they use. A role belongs to the run for as long
-as its connection answers pings.
+Rooms add their routes, and open the kinds of roles that they use. A role belongs to the run for as long as its
+connection answers pings.
 """
 
 import asyncio
@@ -15,9 +15,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -121,20 +122,15 @@ class LeasedWorker:
         return WorkerLost(f"{self.name} has left")
 
 
-class RoleHandler(Protocol):
-    """User of one kind of roles; both methods run on the event loop for which it was opened."""
-
-    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
-        """Returns once the run uses the role. Raises a `ShoalError`."""
-
-    async def leave(self, name: str) -> None:
-        """Returns once the run uses the role no more."""
+K = TypeVar("K", bound=RunRole)
+Used: TypeAlias = AbstractAsyncContextManager[None]
+"""Use of a role: entered once the run uses it, which may raise a `ShoalError`, and left when it is gone."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
     kind: type[RunRole]
-    handler: RoleHandler
+    use: Callable[[Any, LeasedWorker], Used]
     loop: asyncio.AbstractEventLoop
 
 
@@ -166,7 +162,7 @@ class RunServer:
         self.token, self._at, self._lease_s = token, (host, port), lease_s
         self.on_role: Callable[[str, str], None] = lambda name, state: None
         """Called in the server's thread with the name of a role, and what became of it."""
-        self._handlers: dict[str, _Opened] = {}
+        self._opened: dict[str, _Opened] = {}
         self._present: dict[str, float] = {}
         self._numbers: Counter[str] = Counter()
         guard = Middleware(guarded, token=token, host=host)
@@ -215,13 +211,18 @@ class RunServer:
         """The result of a coroutine on the server's loop, for another event loop."""
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self.loop))
 
-    def open(self, kind: type[RunRole], handler: RoleHandler, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Lets roles of a kind in; the handler is called on `loop`, by default the running one."""
-        self._handlers[_tag(kind)] = _Opened(kind, handler, loop or asyncio.get_running_loop())
+    def open(
+        self,
+        kind: type[K],
+        use: Callable[[K, LeasedWorker], Used],
+        loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        """Lets roles of a kind in; they are used on `loop`, by default the running one."""
+        self._opened[_tag(kind)] = _Opened(kind, use, loop or asyncio.get_running_loop())
 
     def close(self, kind: type[RunRole]) -> None:
-        """Lets no more roles of a kind in; the handler is not notified when those there leave."""
-        self._handlers.pop(_tag(kind), None)
+        """Lets no more roles of a kind in; the uses of those there are not left."""
+        self._opened.pop(_tag(kind), None)
 
     async def _list(self, _: Request) -> Response:
         now_s = time.monotonic()
@@ -246,7 +247,7 @@ class RunServer:
         head = decoded(first, _Head)
         if head.protocol != PROTOCOL:
             raise NotWanted(f"protocol: expected {PROTOCOL}, got {head.protocol}; install the run's version")
-        opened = self._handlers.get(head.type)
+        opened = self._opened.get(head.type)
         if opened is None:
             raise ShoalError(f"the run takes no role {head.type[:80]!r} now")
         role = decoded(first, opened.kind)
@@ -272,8 +273,8 @@ class RunServer:
 
     async def _served(self, opened: _Opened, role: RunRole, worker: LeasedWorker, socket: WebSocket) -> None:
         """Registers a role, and sends its messages."""
-        name = worker.name
-        await _on(opened.loop, opened.handler.join(name, role, worker))
+        name, used = worker.name, opened.use(role, worker)
+        await _on(opened.loop, used.__aenter__())
         self._present[name] = time.monotonic()
         self.on_role(name, "joined")
         try:
@@ -286,16 +287,16 @@ class RunServer:
             del self._present[name]
             worker.lose()
             self.on_role(name, "left")
-            if self._handlers.get(_tag(opened.kind)) is opened:
+            if self._opened.get(_tag(opened.kind)) is opened:
                 with contextlib.suppress(ShoalError):  # there is nothing left to leave
-                    await _on(opened.loop, opened.handler.leave(name))
+                    await _on(opened.loop, used.__aexit__(None, None, None))
 
 
 def _tag(kind: type[RunRole]) -> str:
     return str(kind.__struct_config__.tag)
 
 
-async def _on(loop: asyncio.AbstractEventLoop, doing: Coroutine[Any, Any, None]) -> None:
+async def _on(loop: asyncio.AbstractEventLoop, doing: Coroutine[Any, Any, object]) -> None:
     """Awaits something on another event loop. Raises `ShoalError` when that ends meanwhile."""
     try:
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, loop))

@@ -73,7 +73,7 @@ class FunctionScorer:
                 child = Child("reward function", "shoal.reward.user_functions_worker", [], self._log, os.environ)
                 self._children[spec.path] = await child.__aenter__()
                 await child.ready(START_TIMEOUT_S)
-            return wire.decode(await child.ask(call, spec.timeout_s), Values | str)  # type: ignore[arg-type]
+            return wire.decode(await child.call(call, spec.timeout_s), Values | str)  # type: ignore[arg-type]
         except BaseException:  # its next reply would belong to this call
             await self._end(spec.path)
             raise

@@ -24,7 +24,6 @@ from shoal.engine.http_client import HttpEngine, PullingEngine
 from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
-from shoal.net.joining import RunRole
 from shoal.net.process import GRACE_S, Child
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.run.prepared import Prepared, sampling_of, sizes_of
@@ -95,7 +94,18 @@ async def engines(
     rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays)
     pool = EnginePool(initial=model_dir, recovered=settings.recovered, rules=rules, on_event=on_event)
     names = engine.urls or _own_names(engine.count)
-    keeper, joined = _Keeper(settings, pool, on_event, own), _Joined(pool)
+    keeper, first = _Keeper(settings, pool, on_event, own), asyncio.Event()
+
+    @asynccontextmanager
+    async def joined(role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
+        """Entered once an engine serves the newest weights, left once its answers continue elsewhere."""
+        await pool.join(worker.name, PullingEngine(role.url, token=role.token))
+        first.set()
+        try:
+            yield
+        finally:
+            await pool.leave(worker.name)
+
     keep = keeper.keep_remote if engine.urls else keeper.keep_own
     ready = [asyncio.Event() for _ in names]
     try:
@@ -110,7 +120,7 @@ async def engines(
                 await event.wait()
             if not names:
                 on_event("waiting for: shoal engine join")
-                await joined.first.wait()
+                await first.wait()
             if not pool.replicas:
                 raise EngineUnavailable("; ".join(keeper.failures))
             for failure in keeper.failures:
@@ -228,21 +238,3 @@ class _Keeper:
             finally:
                 ready.set()
             await asyncio.sleep(self.settings.ask_again_s)
-
-
-class _Joined:
-    """Handler of engines that nobody listed."""
-
-    def __init__(self, pool: EnginePool) -> None:
-        self._pool = pool
-        self.first = asyncio.Event()
-
-    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
-        """Returns once the engine serves the newest weights. Raises `EngineError`."""
-        assert isinstance(role, EngineRole)
-        await self._pool.join(name, PullingEngine(role.url, token=role.token))
-        self.first.set()
-
-    async def leave(self, name: str) -> None:
-        """Returns once the engine's answers continue elsewhere."""
-        await self._pool.leave(name)

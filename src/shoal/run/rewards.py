@@ -2,14 +2,13 @@
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from shoal.cluster.registry import RewardsRole
 from shoal.config import Config
 from shoal.errors import ChildDied
 from shoal.interfaces import Scorer
-from shoal.net.joining import RunRole
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.service import BinaryScorer, RewardService
@@ -39,7 +38,7 @@ async def own_scorer(
     """
     async with (ResumableRewards if resumable else RewardService)(config.reward, log) as rewards:
         if roles is not None and rewards.remote is not None:
-            roles.open(RewardsRole, _Joined(rewards.remote))
+            roles.open(RewardsRole, partial(_joined, rewards.remote))
         correct_only = {task.name for task in config.tasks if "correct" in _words(task.reward)}
         try:
             yield BinaryScorer(EnvironmentScorer(prepared.environments, rewards), correct_only)
@@ -48,20 +47,14 @@ async def own_scorer(
                 roles.close(RewardsRole)
 
 
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """Handler of scorers that nobody listed."""
-
-    scorer: RemoteScorer
-
-    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
-        """Lets the scorer be asked."""
-        assert isinstance(role, RewardsRole)
-        self.scorer.add(name, role.url, role.token)
-
-    async def leave(self, name: str) -> None:
-        """Asks the scorer no more."""
-        await self.scorer.remove(name)
+@asynccontextmanager
+async def _joined(scorer: RemoteScorer, role: RewardsRole, worker: LeasedWorker) -> AsyncIterator[None]:
+    """Has a scorer that joined asked, until it leaves."""
+    scorer.add(worker.name, role.url, role.token)
+    try:
+        yield
+    finally:
+        await scorer.remove(worker.name)
 
 
 def _words(reward: str | list[str]) -> list[str]:

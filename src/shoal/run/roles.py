@@ -21,6 +21,7 @@ from shoal.cluster.registry import RunInfo
 from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.files import replaced
+from shoal.interfaces import Worker
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.net.identity import Identity
 from shoal.net.listening import tls_files
@@ -29,7 +30,7 @@ from shoal.net.server import json
 from shoal.observe.metrics import Trackers
 from shoal.run.backup import KEY_FILE
 from shoal.run.prepared import Prepared, sampling_of
-from shoal.trainer.worker import Rank, local_ranks
+from shoal.trainer.worker import local_ranks
 from shoal.weights.serving import VersionServer
 from shoal.weights.store import WeightStore
 
@@ -144,7 +145,7 @@ def registry(
 @asynccontextmanager
 async def trainer_ranks(
     config: Config, prepared: Prepared, threads: int, roles: RunServer | None
-) -> AsyncIterator[Sequence[Rank]]:
+) -> AsyncIterator[Sequence[Worker]]:
     """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`."""
     places = config.cluster.trainer
     if places is None or roles is None:

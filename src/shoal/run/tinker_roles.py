@@ -2,7 +2,6 @@
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ from shoal.cluster.registry import EngineRole, RunInfo
 from shoal.config import Config, parse
 from shoal.engine.http_client import PullingEngine
 from shoal.errors import ConfigError
-from shoal.net.joining import RunRole
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.run.roles import kept_identity, launched, registry, run_server, run_token
 from shoal.tinker.samplers import NumberedWeights, Samplers
@@ -76,7 +74,7 @@ async def joinable(
         with registry(server, info, VersionServer(numbered, model_dir, identity), on_event):
             trainers = partial(_joined_trainer, server) if config.cluster.trainer else None
             async with TinkerService(settings, on_step, numbered, trainers) as service:
-                server.open(EngineRole, _JoinedEngines(service.samplers, name))
+                server.open(EngineRole, partial(_joined_engine, service.samplers, name))
                 try:
                     with launched(config, token, lambda words: on_event("Ray", words)):
                         yield service, server.url
@@ -84,21 +82,14 @@ async def joinable(
                     server.close(EngineRole)
 
 
-@dataclass(frozen=True, slots=True)
-class _JoinedEngines:
-    """Handler of engines."""
-
-    samplers: Samplers
-    base: str
-
-    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
-        """Returns once clients sample from the engine. Raises `EngineError`."""
-        assert isinstance(role, EngineRole)
-        await self.samplers.join(name, self.base, PullingEngine(role.url, token=role.token))
-
-    async def leave(self, name: str) -> None:
-        """Returns once others answer what the engine was asked."""
-        await self.samplers.leave(name)
+@asynccontextmanager
+async def _joined_engine(samplers: Samplers, base: str, role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
+    """Entered once clients sample from an engine, left once others answer its requests."""
+    await samplers.join(worker.name, base, PullingEngine(role.url, token=role.token))
+    try:
+        yield
+    finally:
+        await samplers.leave(worker.name)
 
 
 @asynccontextmanager

@@ -19,7 +19,7 @@ from statistics import fmean
 from shoal.config import QUESTIONS, Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError
-from shoal.interfaces import Scorer, WholeExchange
+from shoal.interfaces import Scorer, WholeExchange, Worker
 from shoal.net.process import cores
 from shoal.net.run_server import WorkerLost
 from shoal.observe.metrics import read_records, stage
@@ -45,7 +45,7 @@ from shoal.run.teacher import text_teacher
 from shoal.run.versions import PARITY_BOUND_NATS
 from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
-from shoal.trainer.worker import Rank, TrainerProcess
+from shoal.trainer.worker import TrainerProcess
 from shoal.types import Sampling, Split
 from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore, write_model
 
@@ -246,9 +246,9 @@ async def _train_and_evaluate(
     return trained_s
 
 
-async def _watch(rank: Rank) -> None:
+async def _watch(rank: Worker) -> None:
     """Ends the run when a rank ends."""
-    raise ChildDied(await rank.died())
+    raise ChildDied(str(await rank.died()))
 
 
 async def logprob_mismatch(policy: Policy, prepared: Prepared, *, same_weights: bool = True) -> float:

@@ -155,7 +155,7 @@ class PythonTasks:
         async with self._turn:
             try:
                 sandbox = await self._with(own)
-                return _value(await sandbox.ask(wire.encode(request), self._limits.draw_s), kind)
+                return _value(await sandbox.call(wire.encode(request), self._limits.draw_s), kind)
             except TimeoutError:
                 await self._end()
                 return Reason.TIMED_OUT
@@ -177,7 +177,7 @@ class PythonTasks:
             self._sandbox, self._loaded = await sandbox.__aenter__(), set()
             await sandbox.ready(START_TIMEOUT_S)
         if own.load.name not in self._loaded:
-            _value(await self._sandbox.ask(wire.encode(own.load), START_TIMEOUT_S), bool)
+            _value(await self._sandbox.call(wire.encode(own.load), START_TIMEOUT_S), bool)
             self._loaded.add(own.load.name)
         return self._sandbox
 

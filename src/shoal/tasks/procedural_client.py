@@ -202,7 +202,7 @@ class ProceduralClient:
         if not self._is_ready:
             self._portal.call(self._child.ready, START_TIMEOUT_S)
             self._is_ready = True
-        return wire.decode(self._portal.call(self._child.ask, frame, self._draw_timeout_s), ProceduralReply)
+        return wire.decode(self._portal.call(self._child.call, frame, self._draw_timeout_s), ProceduralReply)
 
     def _started(self) -> Child:
         arguments, env = ["--boxed"] if self._boxed else [], {**os.environ, **ENVIRONMENT}

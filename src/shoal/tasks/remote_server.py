@@ -19,7 +19,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ShoalError
-from shoal.net.joining import RunRole
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer, WorkerLost
 from shoal.net.server import decoded, json
 from shoal.tasks.remote_protocol import Job, JobFailed, Result, RolloutJob, TaskRole
@@ -52,7 +51,7 @@ class Service:
     counts: Counter[str] = field(default_factory=Counter)
     """Number of jobs by result."""
 
-    def join(self, name: str, role: TaskRole, worker: LeasedWorker) -> None:
+    def join(self, role: TaskRole, worker: LeasedWorker) -> None:
         """Adds a worker. Raises `NotWanted` for another version than that of the workers here."""
         for other in self.roles.values():
             if (other.version, other.converses, other.scores) != (role.version, role.converses, role.scores):
@@ -60,6 +59,7 @@ class Service:
                     f"version: {role.name!r} is served in version {other.version!r}, perhaps with other methods; "
                     "end those processes first"
                 )
+        name = worker.name
         self.roles[name], self.workers[name] = role, worker
         for place in range(role.max_running):
             self.free.put_nowait((place, name))
@@ -97,7 +97,7 @@ class Service:
 
 
 class TaskServer(RunServer):
-    """A server of roles that takes the workers of remote tasks; implements their `RoleHandler`."""
+    """A server of roles that takes the workers of remote tasks."""
 
     def __init__(self, names: Collection[str], *, away_s: float = AWAY_S, **settings: Any) -> None:
         """`settings` are those of `RunServer`."""
@@ -110,7 +110,7 @@ class TaskServer(RunServer):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self.open(TaskRole, self, self.loop)
+        self.open(TaskRole, self._working, self.loop)
         return self
 
     async def call(self, name: str, job: Job, kind: type[R], timeout_s: float) -> R:
@@ -144,23 +144,24 @@ class TaskServer(RunServer):
             raise PolicyFailed(done.reason)
         raise EnvironmentFailed(done.reason, retry=done.retry)
 
-    async def join(self, name: str, role: RunRole, worker: LeasedWorker) -> None:
-        """Adds a worker to its service."""
-        assert isinstance(role, TaskRole)
-        if role.name not in self.services:
-            raise NotWanted(f"name: expected one of {', '.join(sorted(self.services))}, got {role.name!r}")
-        self.services[role.name].join(name, role, worker)
-        if role.name in self._leaving:
-            self._leaving.pop(role.name).cancel()
-        self.on_workers(role.name, True)
-
-    async def leave(self, name: str) -> None:
-        """Removes a worker from its service; the jobs that wait are given up after `away_s` without any worker."""
-        task, service = next(pair for pair in self.services.items() if name in pair[1].workers)
-        service.leave(name)
-        if not service.workers:
-            self._leaving[task] = asyncio.get_running_loop().call_later(self._away_s, self._gone, task)
+    @asynccontextmanager
+    async def _working(self, role: TaskRole, worker: LeasedWorker) -> AsyncIterator[None]:
+        """Has a worker in its service until it leaves; waiting jobs are given up after `away_s` without any."""
+        task = role.name
+        if task not in self.services:
+            raise NotWanted(f"name: expected one of {', '.join(sorted(self.services))}, got {task!r}")
+        service = self.services[task]
+        service.join(role, worker)
+        if task in self._leaving:
+            self._leaving.pop(task).cancel()
         self.on_workers(task, True)
+        try:
+            yield
+        finally:
+            service.leave(worker.name)
+            if not service.workers:
+                self._leaving[task] = asyncio.get_running_loop().call_later(self._away_s, self._gone, task)
+            self.on_workers(task, True)
 
     def _gone(self, task: str) -> None:
         self.services[task].give_up()

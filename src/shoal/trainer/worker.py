@@ -15,16 +15,18 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import msgspec
 
 from shoal import wire
 from shoal.config import Config, ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ChildDied, ShoalError, TrainerError
+from shoal.interfaces import Worker
 from shoal.net.listening import free_port
-from shoal.net.process import Child, cpu_ticks, die_with_parent, loading, serve, torch_environment
+from shoal.net.process import Child, die_with_parent, loading, serve, torch_environment
 from shoal.trainer.heap import Heap
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
@@ -64,46 +66,10 @@ V = TypeVar("V", StepStats, Logprobs, float)
 ADVICE = "go on with --resume"
 
 
-class Rank(Protocol):
-    """One rank of the trainer."""
-
-    async def ask(self, request: Request, timeout_s: float) -> Answer:
-        """Answer to a request. Raises `ChildDied`, and `TimeoutError` after which the rank is gone."""
-
-    async def died(self) -> str:
-        """Waits until the rank has ended; returns how."""
-
-    @property
-    def ticks(self) -> int:
-        """Processor time of the rank, in ticks."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalRank:
-    """Rank that is a process of this machine."""
-
-    child: Child
-
-    async def ask(self, request: Request, timeout_s: float) -> Answer:
-        """Answer to a request. Raises `ChildDied`, and `TimeoutError` after which the process is killed."""
-        has_rows = isinstance(request, Step | ComputeLogprobs | Accumulate)  # long ones take long
-        frame = await asyncio.to_thread(wire.encode, request) if has_rows else wire.encode(request)
-        return answer_from(await self.child.ask(frame, timeout_s))
-
-    async def died(self) -> str:
-        """Waits until the process has ended; returns how."""
-        return str(await self.child.died())
-
-    @property
-    def ticks(self) -> int:
-        """Processor time of the process, in ticks."""
-        return cpu_ticks(self.child.pid)
-
-
 @asynccontextmanager
 async def local_ranks(
     log: Path, threads: int, count: int = 1, gpus: Sequence[str] = (), advice: str = ADVICE
-) -> AsyncIterator[Sequence[LocalRank]]:
+) -> AsyncIterator[Sequence[Child]]:
     """Starts the ranks of a trainer on this machine; each has its share of the threads, and its GPU where there are
     some. `advice` ends the error about the death of a rank."""
     master = f"127.0.0.1:{free_port()}"
@@ -115,7 +81,7 @@ async def local_ranks(
             name, file = (f"trainer rank {index}", log.with_stem(f"{log.stem}-{index}")) if index else ("trainer", log)
             environment = torch_environment(max(1, threads // count), gpus[index : index + 1], gathers=count > 1)
             child = Child(name, "shoal.trainer.worker", where, file, environment, advice=advice)
-            ranks.append(LocalRank(await stack.enter_async_context(child)))
+            ranks.append(await stack.enter_async_context(child))
         yield ranks
 
 
@@ -125,7 +91,7 @@ class TrainerProcess:
     Methods raise `TrainerError`, or `ChildDied` when a rank is gone.
     """
 
-    def __init__(self, ranks: Sequence[Rank], *, timeout_s: float = ANSWER_TIMEOUT_S, advice: str = ADVICE) -> None:
+    def __init__(self, ranks: Sequence[Worker], *, timeout_s: float = ANSWER_TIMEOUT_S, advice: str = ADVICE) -> None:
         """`timeout_s` bounds each answer; after it the trainer counts as gone, with `advice` for the user."""
         self.ranks, self._advice = ranks, advice
         self._timeout_s = timeout_s
@@ -209,13 +175,32 @@ class TrainerProcess:
         failed = [one for one in answers if isinstance(one, TrainerFailed)]
         return next((one for one in failed if one.reason != OTHER_RANK), (failed or answers)[0])
 
-    async def _asked(self, rank: Rank, request: Request) -> Answer:
+    async def _asked(self, rank: Worker, request: Request) -> Answer:
+        request, folders = _placed(request, rank)
+        has_rows = isinstance(request, Step | ComputeLogprobs | Accumulate)  # long ones take long
+        frame = await asyncio.to_thread(wire.encode, request) if has_rows else wire.encode(request)
         try:
-            return await rank.ask(request, self._timeout_s)
+            return answer_from(await rank.call(frame, self._timeout_s, **folders))
         except TimeoutError:
             name = type(request).__name__
             why = f"the trainer process has not answered {name} for {self._timeout_s:g} s"
             raise ChildDied("; ".join(filter(None, (why, self._advice)))) from None
+
+
+def _placed(request: Request, rank: Worker) -> tuple[Request, dict[str, Path]]:
+    """Request with the rank's own paths, and the folder that it reads or fills."""
+    changed = msgspec.structs.replace
+    match request:
+        case StartTrainer() | Open():
+            return changed(request, model_path=rank.place(Path(request.model_path))), {}
+        case WriteVersion(str(path)):
+            folder = Path(path).parent
+            return changed(request, path=f"{rank.place(folder)}/{Path(path).name}"), {"filled": folder}
+        case SaveCheckpoint() | LoadCheckpoint():
+            folder = Path(request.directory)
+            role = "filled" if isinstance(request, SaveCheckpoint) else "fetched"
+            return changed(request, directory=rank.place(folder)), {role: folder}
+    return request, {}
 
 
 def main(arguments: Sequence[str]) -> None:
