@@ -31,9 +31,9 @@ from shoal.weights.manifest import digest_of
 
 PART_BYTES = 32 << 20
 OVERHEAD_BYTES = 1 << 20
-"""Bytes of a request beside its stretches, at most."""
+"""Maximum bytes of a request without its ranges."""
 FEW_BYTES = 64
-"""Bytes that a stretch counts for besides its own."""
+"""Fixed overhead per range, in bytes."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
@@ -107,7 +107,7 @@ class Stretch(msgspec.Struct, frozen=True, array_like=True):
 
 
 async def send_files(client: Client, ticket: str, folder: Path) -> None:
-    """Sends the files of a folder to the run, of a file with ranges beside it only these.
+    """Sends the files of a folder to the run; of a file with listed ranges, only those.
 
     Raises `TrainerError` or `EngineUnavailable`.
     """

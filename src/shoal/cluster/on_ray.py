@@ -32,7 +32,7 @@ RESTARTS, WITHIN_S = 8, 600.0
 """Starts of one role within a time, after which it is given up."""
 AGAIN_S = 2.0
 GIVEN_UP = "given up: "
-"""Beginning of a line with which the driver tells the run of a role."""
+"""Prefix of the driver's lines about a role."""
 COMMAND = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 """Program of a role: the command line of Shoal, which ends with its actor."""
 

@@ -1,4 +1,4 @@
-"""Names and lists of the Tinker API's routes, in the form in which they answer."""
+"""Response bodies of the Tinker API: names and lists."""
 
 import re
 from datetime import UTC, datetime
@@ -16,8 +16,8 @@ PLACE = re.compile(r"[0-9]{1,9}")
 
 
 async def gone(http: Http, error: Exception) -> Response:
-    """Answer to a client that has left: nobody reads it."""
-    return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)  # nobody reads it
+    """Answer to a client that has disconnected; it is never read."""
+    return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)  # never read
 
 
 def checked_name(given: str | None, seq_id: int | None) -> str:

@@ -81,7 +81,7 @@ def settings_of(name: str, given: Mapping[str, float | str]) -> dict[str, float]
 
 
 def finite(name: str, value: float | str) -> float:
-    """Number in a setting. Raises `RequestRefused` for text, NaN, and what float32 does not hold."""
+    """Number in a setting. Raises `RequestRefused` for text, NaN, and values outside float32."""
     if isinstance(value, str) or not abs(value) <= MOST_FLOAT:
         raise RequestRefused(f"{name}: expected a finite number up to {MOST_FLOAT:g}, got {value!r}")
     return value

@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class Futures:
-    """Results of requests, durable before anybody hears of them."""
+    """Results of requests, stored before clients are notified."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._resolved: dict[str, asyncio.Event] = {}
 
     async def result(self, id_: str, timeout_s: float) -> StoredRequest | None:
-        """A request with its result, or still pending after the timeout; None for an id that nobody submitted."""
+        """A request with its result, or still pending after the timeout; None for an unknown id."""
         request = self._store.request(id_)
         if request is not None and request.state == "pending":
             event = self._resolved.setdefault(id_, asyncio.Event())
@@ -35,7 +35,7 @@ class Futures:
         return request
 
     def resolve(self, request: StoredRequest, result: bytes | Exception) -> None:
-        """Ends a request with its result, or with what it raised; a model whose creation failed is closed."""
+        """Ends a request with its result or its error; a model whose creation failed is closed."""
         if isinstance(result, bytes):
             self._store.resolve(request.id, result)
         else:
@@ -52,7 +52,7 @@ class Futures:
         self.set(request.id)
 
     def set(self, id_: str) -> None:
-        """Wakes those who wait for a request whose result is stored."""
+        """Wakes the waiters of a request whose result is stored."""
         self._resolved.pop(id_, asyncio.Event()).set()
 
 

@@ -63,7 +63,7 @@ class ModelsTrainer:
         self._model_json = ModelConfig(dtype=settings.dtype, device=settings.device).model_dump_json()
         self._trainers = trainers or partial(_local_trainer, settings.folder / "trainer.log", settings.threads)
         self.replaced = trainers is not None
-        """Whether a trainer that ends at its start is no failure."""
+        """Whether a trainer may end at its start without a failure."""
         self.updates: dict[str, int] = {}
         """Optimizer steps of each model."""
         self.stack = AsyncExitStack()

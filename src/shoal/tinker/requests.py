@@ -42,7 +42,7 @@ Id = Annotated[str, Meta(max_length=256)]
 Ttl = Annotated[int, Meta(ge=0, le=MOST_TTL_S)]
 Ranked = Annotated[int, Meta(ge=0, le=MOST_RANKED)]
 Order = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-"""Place of a request among those of its model; the creation has 0."""
+"""Number of a request among its model's; the creation has 0."""
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ class _Body(_Untyped, tag_field="type"):
 
 
 class CreateSession(_Body, tag="create_session", kw_only=True):
-    """Body of `create_session`, of which nothing is kept."""
+    """Body of `create_session`; its fields are ignored."""
 
     tags: Raw = Raw()
     sdk_version: Raw = Raw()

@@ -23,16 +23,15 @@ from shoal.weights.store import ADAPTER_FILE, FILE
 
 START_TIMEOUT_S = 300.0
 PATIENCE_S = 2.0
-"""Seconds that a request for other weights waits before an engine takes no more requests for those that it serves."""
+"""Seconds that a request for other weights waits before an engine takes no more requests for its present ones."""
 MOST_ADAPTERS = 48
-"""Adapters that an engine keeps beside those in use; the one that was used longest ago goes first."""
+"""Unused adapters that an engine keeps; the least recently used is removed first."""
 
 
 class NumberedWeights:
     """Numbers by which engines load weights. An engine that joined pulls them from this server by number.
 
-    Invariant: a number is greater than all before it, also than those of a server that ran here before. They count
-    from the microsecond in which the server started.
+    Invariant: numbers increase, also across restarts of the server, since they count from the microsecond of its start.
     """
 
     def __init__(self) -> None:
@@ -120,7 +119,7 @@ class Samplers:
         await self._stack.aclose()
 
     async def join(self, name: str, base: str, engine: HttpEngine) -> None:
-        """Uses an engine that joined, whatever weights it has. Raises `EngineError`."""
+        """Adds an engine that joined, with any weights. Raises `EngineError`."""
         try:
             info = await engine.info()
         except BaseException:
@@ -132,7 +131,7 @@ class Samplers:
             self._changed.notify_all()
 
     async def leave(self, name: str) -> None:
-        """Uses an engine that joined no more; others are asked what it was asked."""
+        """Removes an engine that joined; its requests go to other engines."""
         for slot in [slot for slot in self._slots if slot.joined == name]:
             self._slots.remove(slot)
             await slot.engine.aclose()
@@ -254,6 +253,6 @@ class Samplers:
 
 
 def _name(folder: Path, file: str) -> str:
-    """Name of the weights in a folder, which may be written anew under its path."""
+    """Name of the weights in a folder; the folder may be overwritten later."""
     written = (folder / file).stat().st_mtime_ns if (folder / file).exists() else 0
     return f"{folder}@{written}"

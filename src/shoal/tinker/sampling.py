@@ -65,7 +65,7 @@ async def sample(engine: ServedWeights, renderer: ChatRenderer, request: SampleB
 async def _score_prompt(
     engine: ServedWeights, request: SampleBody, prompt: Sequence[int], message: pb.SampleResponse
 ) -> None:
-    """Adds what the request wants to know about the prompt's tokens."""
+    """Adds the requested logprobs of the prompt's tokens."""
     most, target = request.topk_prompt_logprobs, request.target_prompt_logprobs
     if len(prompt) > 1 and (request.prompt_logprobs or most):
         scored = await engine.scored(prompt, most)
@@ -89,7 +89,7 @@ def _table(rows: Sequence[Sequence[tuple[int, float]]], most: int) -> pb.TopkLog
 
 
 def _listed(target: ListedTokens, places: int) -> list[list[int]]:
-    """Listed tokens of each place. Raises `RequestRefused` for a layout that is none."""
+    """Listed tokens of each position. Raises `RequestRefused` for an invalid layout."""
     shape, data = target.shape or [len(target.data)], target.data
     if len(shape) != 2 or shape[0] != places or not places or not shape[1]:
         raise RequestRefused(f"target_prompt_logprobs.shape: expected [{places}, K] with both above 0, got {shape}")
@@ -139,7 +139,7 @@ def stops(given: str | list[int | str] | None, renderer: ChatRenderer) -> tuple[
 
 
 def cut(completion: Completion, strings: Sequence[str], renderer: ChatRenderer) -> Completion:
-    """The completion up to the first stop string, with the token in which that ends."""
+    """The completion up to the first stop string, including the token that completes it."""
     if not strings or not any(text in renderer.text(completion.token_ids) for text in strings):
         return completion
     low, high = 1, len(completion.token_ids)

@@ -1,6 +1,6 @@
 """Work of the Tinker server: durable requests with their futures, samples, and checkpoints whose time ends.
 
-A request can end only itself: whatever it raises is the error of its future.
+An exception ends only its own request: it is the error of the future.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from shoal.tinker.training import OnStep, Training
 
 EXPIRY_CHECK_S = 60.0
 MOST_TRIES = 4
-"""Engines of which one sampling request is asked, where they end amid it."""
+"""Engines tried for one sampling request."""
 
 
 class TinkerService:
@@ -115,7 +115,7 @@ class TinkerService:
         raise AssertionError
 
     async def _expire(self) -> None:
-        """Removes checkpoints whose time is over."""
+        """Removes expired checkpoints."""
         while True:
             for checkpoint in self.store.expired(time.time()):
                 self.remove(checkpoint)
@@ -153,5 +153,5 @@ class _Drawing:
 
 
 def new_id(kind: str) -> str:
-    """Id that nobody can guess."""
+    """Unguessable id."""
     return f"{kind}-{secrets.token_hex(8)}"

@@ -1,7 +1,7 @@
 """Durable state of the Tinker server in SQLite: sessions, models, requests with their results, checkpoints, samplers.
 
 A request is committed before its future is acknowledged, so a client's future resolves after any end of the server.
-Clients are known by a digest of their key: the file tells nobody a key.
+Clients are known by a digest of their key; the file contains no key.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 );
 """
 KEPT = "coalesce(expires, 9e99) > ?"
-"""Condition of a checkpoint whose time is not over."""
+"""Condition of a checkpoint that has not expired."""
 FORM = 1
 """Form of the file; 0 had plain keys, no digests of requests, and times to live without a bound."""
 KEPT_S = 86_400.0
@@ -112,7 +112,7 @@ class SavedWeights:
 
 
 class Store:
-    """One file; what a method wrote outlives this process when it returns, though perhaps not a loss of power."""
+    """One file. A returned write survives the end of this process, though perhaps not a power loss."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +137,7 @@ class Store:
         self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def forget(self, before: float) -> None:
-        """Forgets requests of before a time whose results nobody will fetch, and that no state on disk lacks."""
+        """Deletes finished requests older than `before` that the states on disk contain."""
         self._db.execute(
             "DELETE FROM requests WHERE state != 'pending' AND kind != 'create' AND created < ? AND number <= "
             "(SELECT coalesce(min(state_at), 1 << 62) FROM models WHERE id = target)",
@@ -164,7 +164,7 @@ class Store:
         self._db.execute("INSERT INTO sessions VALUES (?, ?, ?)", (id_, owner, time.time()))
 
     def owner(self, session: str) -> str | None:
-        """Client whose session it is."""
+        """Client that owns the session."""
         row = self._db.execute("SELECT owner FROM sessions WHERE id = ?", (session,)).fetchone()
         return None if row is None else str(row[0])
 
@@ -187,7 +187,7 @@ class Store:
         )
 
     def set_state(self, model: str, folder: str, at: int) -> None:
-        """Records the state on disk, which contains every request up to `at`; what they asked is forgotten."""
+        """Records the state on disk, which contains every request up to `at`; their bodies are deleted."""
         self._db.execute("UPDATE models SET folder = ?, optimizer = 1, state_at = ? WHERE id = ?", (folder, at, model))
         self._db.execute("UPDATE requests SET body = x'' WHERE target = ? AND number < ?", (model, at))
 
@@ -276,7 +276,7 @@ class Store:
     def resolve(self, id_: str, result: bytes, *, failed: bool = False) -> None:
         """Records the result of a request, or why it failed."""
         state = "failed" if failed else "done"
-        body = "CASE kind WHEN 'sample' THEN x'' ELSE body END"  # what training asked is needed to repeat it
+        body = "CASE kind WHEN 'sample' THEN x'' ELSE body END"  # bodies of training requests are needed to repeat them
         self._db.execute(f"UPDATE requests SET state = ?, result = ?, body = {body} WHERE id = ?", (state, result, id_))
 
     def add_checkpoint(self, checkpoint: SavedWeights) -> str:
@@ -291,13 +291,13 @@ class Store:
         return None if row is None else SavedWeights(*row)
 
     def checkpoints(self, model: str) -> list[SavedWeights]:
-        """Checkpoints of a model whose time is not over, oldest first."""
+        """Checkpoints of a model that have not expired, oldest first."""
         query = f"SELECT * FROM checkpoints WHERE model = ? AND {KEPT} ORDER BY created"
         rows = self._db.execute(query, (model, time.time()))
         return [SavedWeights(*row) for row in rows]
 
     def expired(self, now: float) -> list[SavedWeights]:
-        """Checkpoints whose time is over."""
+        """Expired checkpoints."""
         return [SavedWeights(*row) for row in self._db.execute("SELECT * FROM checkpoints WHERE expires < ?", (now,))]
 
     def set_expiry(self, path: str, expires: float | None) -> None:

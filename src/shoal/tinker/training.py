@@ -1,8 +1,8 @@
 """Training requests of the Tinker server: each model's in order, and recovery after any end.
 
-A model's state is its last state on disk and the requests since. When the trainer process or the server ends, both are
-taken up again: gradients and optimizer steps after the state on disk are computed anew, each once, and results that
-clients were given stay as they are. A model that cannot be taken up fails its own requests.
+A model's state is its last state on disk and the requests since. After the trainer process or the server ends, the
+state is loaded and the requests are repeated, each once; results that clients already have do not change. A model that
+cannot be restored fails its own requests.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ STATE_SHARE = 0.05
 MOST_UNNAMED = 4
 """Sampler weights of one session that no path names and that stay on disk; older ones are removed."""
 MOST_TOGETHER, MOST_TOGETHER_BYTES = 8, 24 << 20
-"""Models whose gradients are computed together, and bytes of their requests unless one alone has more."""
+"""Limits of a joint pass: models, and bytes of their requests unless a single one has more."""
 MOST_DEATHS = 4
 """Trainers that may end at the taking up of one model before it is left out."""
 SAVES = ("save", "save_for_sampler")
@@ -54,7 +54,7 @@ class Saving(msgspec.Struct):
 
 
 class LoadBody(msgspec.Struct):
-    """Stored body of a request that loads a checkpoint; the path is what the client asked for."""
+    """Stored body of a request that loads a checkpoint; `path` is the client's."""
 
     path: str
     folder: str
@@ -121,7 +121,7 @@ class Training:
             if batch[0].kind in SAVES and not isinstance(error, ChildDied):
                 self._futures.resolve(batch[0], error)
                 return
-            await self._start_trainer()  # what half of a request has done ends with its trainer
+            await self._start_trainer()  # half-done work of a request ends with its trainer
             for request in batch:
                 try:
                     await self._attempt([request] if self._is_due(request) else [])
@@ -130,7 +130,7 @@ class Training:
                     await self._start_trainer()
 
     def _is_due(self, request: StoredRequest) -> bool:
-        """Whether a request is still to be carried out; that of a lost model fails here."""
+        """Whether a request is still pending; fails the request of a lost model."""
         now = self._store.request(request.id)
         if now is None or now.state != "pending":
             return False
@@ -155,7 +155,7 @@ class Training:
         except RequestRefused as error:
             self._futures.resolve(request, error)
             return
-        with self._store.together():  # a request whose result is known is in the state, or follows it
+        with self._store.together():  # a finished request is in the state, or is repeated after it
             if state is not None:
                 self._store.set_state(model.id, str(state), request.number)
             self._store.resolve(request.id, result)
@@ -257,7 +257,7 @@ class Training:
         )
 
     async def _written_to(self, folder: Path, model: str, *, served: bool) -> None:
-        """Has the trainer write a state, or what engines load, into a new folder, which appears whole."""
+        """Has the trainer write a state or sampler weights into a new folder, atomically."""
         unfinished = folder.with_name(f"{folder.name}.unfinished")
         await asyncio.to_thread(shutil.rmtree, unfinished, ignore_errors=True)
         await asyncio.to_thread(unfinished.mkdir, parents=True)
@@ -274,7 +274,7 @@ class Training:
             raise RequestRefused("path: the checkpoint was removed, or saved anew, after this request was sent")
 
     async def _remove_loose(self, session: str) -> None:
-        """Removes sampler weights that no path names, but those of each session's newest samplers."""
+        """Removes sampler weights without a path, except those of each session's newest samplers."""
         for folder in self._store.loose(session)[:-MOST_UNNAMED]:
             others = self._store.sessions_of(folder)
             if all(folder not in self._store.loose(other)[-MOST_UNNAMED:] for other in others):
@@ -296,7 +296,7 @@ class Training:
         while True:
             taken = ""
             try:
-                await self._trainer.start()  # a trainer that cannot start is no model's fault
+                await self._trainer.start()  # a trainer that cannot start is not the models' fault
                 for model in self._store.models():
                     taken = model.id
                     if not model.closed and taken not in self._lost:
@@ -321,7 +321,7 @@ class Training:
             await self._trainer.ask(Close(model.id))
 
     async def _take_up(self, model: StoredModel) -> None:
-        """Opens a model from its state on disk, and repeats what it was asked since."""
+        """Opens a model from its state on disk, and repeats the requests since."""
         requests = self._store.requests(model.id)
         if not requests or requests[0].state != "done":
             return

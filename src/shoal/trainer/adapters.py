@@ -1,4 +1,4 @@
-"""Low-rank adapters trained in place of the weights: those of several owners on one model, in one forward pass.
+"""Low-rank adapters (LoRA) of several owners on one model, trained in one forward pass.
 
 W' = W + (alpha / rank) B A,   A [rank, in],   B [out, rank]
 
@@ -26,7 +26,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 
 
 def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of the linear layers whose weight is not the embedding's."""
+    """Names of the linear layers, without a head that shares the embedding's weight."""
     embedding = model.get_input_embeddings().weight
     return [name for name, one in model.named_modules() if isinstance(one, nn.Linear) and one.weight is not embedding]
 

@@ -59,7 +59,7 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list
 
         batch        (r_i - mean of the batch) / (std of the batch + 1e-6) (REINFORCE++, arXiv 2501.03262)
         group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
-        gae          r_i as it is: the critic makes advantages of it (`critic.py`)
+        gae          r_i; the critic turns it into advantages (`critic.py`)
         grpo, grpo_no_std, rloo  within each group: see `advantages`
         module:function  the user's own: see `own_advantage`
 
@@ -174,7 +174,7 @@ def step_samples(groups: Sequence[Group], config: TrainConfig, max_tokens: int) 
 
     With `short_groups` "pad" the rows of finished rollouts repeat, in order, up to the group's original size. So every
     group weighs the same (GLM-5, arXiv 2602.15763 §4.1.2). The baseline counts each finished rollout once. The buffer
-    drops groups of which no more than half finished, so they never arrive here.
+    drops groups with at most half of the rollouts finished, so they never arrive here.
     """
     returns = returns_of(config, max_tokens)
     values = [[returns(rollout) for rollout in group.finished] for group in groups]
@@ -211,7 +211,7 @@ def rows(rollout: Rollout, advantage: float | Sequence[float]) -> list[Sample]:
 
 
 def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) -> Sample:
-    """Row of the turns at `indices`, each of which goes on from the one before."""
+    """Row of the turns at `indices`, each a continuation of the previous turn."""
     tokens: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -261,7 +261,7 @@ def own_advantage(name: str) -> Callable[[Rewards], list[list[float]]]:
         try:
             given = function([list(group) for group in rewards])
             result = [[float(value) for value in group] for group in cast(Rewards, given)]
-        except Exception as error:  # the user's function raises what it will
+        except Exception as error:  # the user's function may raise anything
             raise ConfigError(f"train.advantage: {name!r} failed: {type(error).__name__}: {error}") from error
         if [len(group) for group in result] != [len(group) for group in rewards]:
             raise ConfigError(

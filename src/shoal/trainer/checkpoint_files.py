@@ -27,7 +27,7 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 class CheckpointFiles:
     """Writes and reads the checkpoints of a trainer; every rank calls each method. Methods raise `TrainerError`.
 
-    `trained` gives the tensors beside the optimizer's. At most one checkpoint is written later at a time.
+    `trained` returns the tensors other than the optimizer's. At most one checkpoint is pending at a time.
     """
 
     def __init__(self, trained: Callable[[], dict[str, Tensor]], optimizer: Optimizer, ranks: Ranks) -> None:
@@ -50,7 +50,7 @@ class CheckpointFiles:
         self._written = self._writing.submit(self._write, copies)
 
     def finish(self) -> None:
-        """Waits until what `save` left for later is written."""
+        """Waits until the pending checkpoint of `save` is written."""
         written, self._written = self._written, None
         if written is not None:
             written.result()

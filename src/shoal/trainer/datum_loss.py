@@ -1,7 +1,7 @@
 """Losses that a client chooses for each of its requests: sums over the target tokens of one datum. Pure.
 
 N is the number of target tokens and K the number of targets of one position; K is absent for one target. p are the
-probabilities under the weights being trained, q those with which the tokens were sampled. Source: the Tinker
+probabilities under the weights being trained, q those at sampling. Source: the Tinker
 documentation, "Losses".
 """
 

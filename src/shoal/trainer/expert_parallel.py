@@ -45,7 +45,7 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
 
 
 def _experts(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules whose parameters all have an axis of experts in front, as those of transformers."""
+    """Modules whose parameters all have experts as first axis, as in transformers."""
     for module in model.modules():
         count, own = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
         if own and type(module).__name__.endswith("Experts") and all(one.shape[0] == count for one in own):
@@ -109,7 +109,7 @@ def _exchanged(rows: Tensor, to: list[int], back: list[int], group: ProcessGroup
 
 
 def _local(parameter: nn.Parameter, mesh: DeviceMesh) -> Tensor:
-    """Weights of this rank's experts; their gradient is the mean over all ranks, as that of sharded weights."""
+    """Weights of this rank's experts; their gradient is the mean over all ranks, as for sharded weights."""
     assert isinstance(parameter, DTensor)
     weights = parameter.to_local()
     if weights.requires_grad:

@@ -163,7 +163,7 @@ def soft_adaptive(streams: Streams, config: SoftAdaptiveLoss) -> TokenLoss:
 def positive_only(streams: Streams) -> TokenLoss:
     """Imitation of answers better than the baseline: loss = -max(A, 0) log pi_theta.
 
-    There is no ratio: stale answers are imitated unchanged. Takes and gives [T]. Source: RAFT (arXiv 2304.06767; arXiv
+    Without a ratio stale answers are imitated unchanged. Takes and gives [T]. Source: RAFT (arXiv 2304.06767; arXiv
     2504.11343 Eq. 3), weighted with the advantage.
     """
     return TokenLoss(-streams.advantage_T.clamp(min=0) * streams.logp_T, streams.behaviour_ratio())
@@ -175,7 +175,7 @@ def log_linear_prox(logp_T: Tensor, behav_T: Tensor, age_T: Tensor, taken: int) 
     log pi_prox = log pi_behav + alpha (log pi_theta - log pi_behav),   alpha = age / (age + taken)
 
     `age_T` counts the optimizer updates from the weights that sampled a token to the weights before the step. `taken`
-    counts the step's updates so far. So the first update of a step has the exact value, whatever the distance between
+    counts the step's updates so far. So the first update of a step has the exact value for any distance between
     pushes. The interpolation spares the forward of "recomputed". Takes and gives [T], without gradient. Source: AReaL's
     log-linear approximation, whose alpha = (v_prox - v_behav) / (v_theta - v_behav) counts pushes.
     """
@@ -296,7 +296,7 @@ def _check(name: str, loss: LossFunction) -> None:
                 (gradient_T,) = torch.autograd.grad(loss_T.sum(), logp_T, allow_unused=True)
     except ConfigError:
         raise
-    except Exception as error:  # the user's function raises what it will
+    except Exception as error:  # the user's function may raise anything
         raise ConfigError(f"train.loss: {name!r} failed: {type(error).__name__}: {error}") from error
     if not loss_T.isfinite().all():
         raise ConfigError(f"train.loss: {name!r}: expected finite numbers, got {loss_T.tolist()}")

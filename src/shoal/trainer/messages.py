@@ -21,7 +21,7 @@ ANSWER_TIMEOUT_S = 6 * 3600.0
 OTHER_RANK = "another rank refused its rows"
 """Reason of a rank that fails because another one does."""
 RANGES = ".ranges"
-"""Ending of a file beside another, with [offset, size] of each stretch that a rank has written."""
+"""Suffix of a sidecar file with [offset, size] of each range that a rank has written."""
 RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
 """Ratios pi_theta / pi_behav that bound the bins of the distribution; symmetric around 1 in the logarithm, but for
 the last."""
@@ -146,7 +146,7 @@ class WriteVersion(msgspec.Struct, frozen=True, tag=True):
     path: str | None
     """Path of the file; None writes nothing, for a replayed push whose weights no engine will serve."""
     push: bool = True
-    """Whether the write counts as a push; false when a resumed run writes again the Version that it had before."""
+    """Whether the write counts as a push; false when a resumed run rewrites its last Version."""
     name: str = RUN
 
 
@@ -262,7 +262,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
 
 class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
-    """Answer to a request that failed; the process goes on serving."""
+    """Answer to a request that failed; the process keeps serving."""
 
     reason: str
     refused: bool = False

@@ -1,4 +1,4 @@
-"""Models in training by name: the one of a run, or adapters of several clients on one base model, and full copies.
+"""Models in training by name: a run's model, or adapters of several clients on one base model, and full copies.
 
 Gradients of `accumulate` add up until `update`, model by model; models on one base share forward and backward passes.
 """
@@ -51,7 +51,7 @@ class TrainedModel:
         critic: dict[str, nn.Parameter] | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """With `adapters` only the owner's adapter is trained. `critic` has parameters beside the model's.
+        """With `adapters` only the owner's adapter is trained. `critic` adds parameters to the model's.
 
         Written Versions have the `dtype`.
         """
@@ -78,7 +78,7 @@ class TrainedModel:
         Each rank writes the rows that it has: the file is whole when all have answered, and appears whole with one.
 
         Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
-        the weights. A path with the name of an adapter's file gets the adapters instead, with their settings beside it.
+        the weights. A path with the name of an adapter's file gets the adapters, and its folder their settings.
         """
         if path.name == WEIGHTS_FILE and self.adapters is not None:
             adapter, settings = self.adapters.files(self.owner)
@@ -114,7 +114,7 @@ class TrainedModel:
         self._files.finish()
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        """Loads the files that `save` wrote; without `optimizer` moments and counters begin anew.
+        """Loads the files that `save` wrote; without `optimizer` moments and counters start from zero.
 
         Raises `TrainerError` when they are missing or of another model.
         """

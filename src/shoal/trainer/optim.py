@@ -16,7 +16,7 @@ from shoal.trainer.ranks import copies, is_sharded, like, local, norm, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 BLOCK: Final = 1 << 16
-"""Numbers of a parameter handled together, so that what is made of them stays in a core's own cache."""
+"""Elements of a parameter processed together, so that intermediate results stay in a core's cache."""
 LARGEST: Final = torch.finfo(torch.float32).max
 
 
@@ -41,7 +41,7 @@ def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> 
 
     The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says. It is 0
     after the last of steps * minibatches updates, so that none is taken at that rate. After each reset it rises again
-    over `rewarm_updates`, because Adam's first step after a reset is lr * sign(gradient), whatever the gradient's size.
+    over `rewarm_updates`, because Adam's first step after a reset is lr * sign(gradient) for any gradient norm.
 
     >>> config = TrainConfig(lr=1.0, warmup_steps=4, rewarm_updates=2)
     >>> [learning_rate(config, k, None) for k in range(5)]
@@ -187,7 +187,7 @@ class Optimizer:
         return self._norm(self._change_norms())
 
     def _offloaded_step(self) -> float:
-        """Takes the same step for one parameter after the other; only its moments are beside the weights meanwhile."""
+        """Takes the same step parameter by parameter; only one parameter's moments are on the device at a time."""
         gradients = {p: p.grad for p in self._named.values() if p.grad is not None}
         norms: list[Tensor] = []
         self._adam.zero_grad()
@@ -212,7 +212,7 @@ class Optimizer:
         for group in self._adam.param_groups:
             decay, (beta, beta_sq) = group["lr"] * group["weight_decay"], group["betas"]
             for step, blocks in self._blocks(group["params"]):
-                # lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), with what is constant taken together
+                # lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), with constants folded
                 root = math.sqrt(1 - beta_sq**step)
                 rate, eps = group["lr"] * root / (1 - beta**step), group["eps"] * root
                 moments, squares, weights = zip(*blocks, strict=True)

@@ -87,7 +87,7 @@ def micro_batches(rows: Sequence[Sample], budget_tokens: int, ranks: int = 1) ->
 
 
 def even_slices(count: int, parts: int) -> list[range]:
-    """Consecutive slices of `count` items, in `parts` parts whose sizes differ by at most one.
+    """`parts` consecutive slices of `count` items; their sizes differ by at most one.
 
     >>> even_slices(5, 2)
     [range(0, 2), range(2, 5)]
@@ -313,7 +313,7 @@ def micro_batch(
 
 
 def _routing(rows: Sequence[Sample]) -> "Tensor":
-    """Experts of the tokens of all rows; those of each row's last token, and of rows without any, are unknown."""
+    """Experts of the tokens of all rows; unknown for each row's last token and for rows without experts."""
     import torch
 
     each = max(len(row.routing) // max(1, len(row.tokens) - 1) for row in rows)

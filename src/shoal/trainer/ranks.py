@@ -27,7 +27,7 @@ PATIENCE = timedelta(minutes=10)
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Rank `index` of `count`; the first rank answers, and writes what the others do not have a part of."""
+    """Rank `index` of `count`; the first rank answers, and writes everything that is not sharded."""
 
     index: int = 0
     count: int = 1
@@ -44,7 +44,7 @@ class Ranks:
         return self.index == 0
 
     def meet(self, master: str, device: str) -> None:
-        """Meets the other ranks at an address of the first one; returns when all ranks are there."""
+        """Joins the other ranks at the first rank's address; returns when all ranks have joined."""
         if self.count == 1 or distributed.is_initialized():
             return
         on_gpu = resolve_device(device).startswith("cuda")
@@ -140,7 +140,7 @@ def rows_here(tensor: DTensor) -> slice:
 
 
 def own_rows(rows: Tensor, other: DTensor) -> DTensor:
-    """Tensor sharded as `other`, of which this rank has the rows."""
+    """Tensor sharded as `other`, from this rank's rows."""
     return DTensor.from_local(
         rows,
         other.device_mesh,

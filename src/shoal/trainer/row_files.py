@@ -2,8 +2,8 @@
 
     header | tensor a: rows of rank 0, rows of rank 1, ... | tensor b: ...
 
-Rows of a tensor follow one another in a file, so rows of a rank are a stretch of it. Every rank knows the header, and
-writes its stretches at their places. The file has the bytes that one writer would give it once all ranks have written.
+Rows of a tensor follow one another in a file, so rows of a rank are a byte range of it. Every rank knows the header
+and writes its ranges in place. The file has the bytes that one writer would give it once all ranks have written.
 """
 
 import json

@@ -30,7 +30,7 @@ PROBED_TOKENS = 16
 def trained_model(
     path: Path | str, model: ModelConfig, train: TrainConfig, ranks: Ranks, device: str
 ) -> tuple[PreTrainedModel, Adapters | None]:
-    """Model that the ranks train, sharded over them, of the backend that the config says; its adapters, if any.
+    """Model sharded over the ranks, from the configured backend, with its adapters, if any.
 
     All ranks call it. Raises `ModelError` and `ConfigError`.
     """

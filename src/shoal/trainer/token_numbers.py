@@ -1,4 +1,4 @@
-"""Numbers of each trained token of a step, for people who ask what became of it: `observe.token_files` reads them.
+"""Numbers of each trained token of a step, for inspection: `observe.token_files` reads them.
 
     row_R, count_R  index of each row among the step's rows, and the number of its trained tokens
     weight_R        weight of each token's loss in the update (`packing.token_weight`)
@@ -61,7 +61,7 @@ class TokenNumbers:
     def write(self, file: TokensFile, rows: Sequence[int], rank: int) -> None:
         """Writes a safetensors file; `rows` counts each group's rows.
 
-        A full disk costs the file and not the step: the trainer's log tells of it.
+        A full disk loses the file, not the step; the trainer's log reports it.
         """
         path = Path(file.path)
         if rank:

@@ -4,7 +4,7 @@
                  '--experts: torchtitan's all-to-all (its axis `ep`)
 
 Dense weights are sharded as with Shoal's own models. A rank keeps its experts whole, and torchtitan computes them in
-bfloat16, whatever `model.dtype` says. Weights have the checkpoint's names wherever they leave the trainer.
+bfloat16 for any `model.dtype`. Weights leave the trainer under the checkpoint's names.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ EXPECTED = {"model_type": "qwen3_moe", "rms_norm_eps": 1e-6, "norm_topk_prob": T
 
 
 class TitanModel(nn.Module):
-    """torchtitan's model with what Shoal's trainer asks of one of transformers."""
+    """torchtitan's model behind the interface that Shoal's trainer uses of transformers."""
 
     def __init__(self, path: Path | str, ranks: Ranks, device: str) -> None:
         """Every rank reads the whole model, and keeps its part. Raises `ConfigError` and `ModelError`."""

@@ -1,6 +1,6 @@
-"""Trainer: owns the weights that are being trained. Synchronous torch; knows no network, and no files but its own.
+"""Trainer: owns the weights that are being trained. Synchronous torch, without network access.
 
-Weights are float32 whatever `model.dtype` says, so small updates are not rounded away. With bfloat16 the products are
+Weights are float32 for any `model.dtype`, so small updates are not rounded away. With bfloat16 the products are
 in bfloat16, by `TrainingForward` or under autocast, and written Versions hold bfloat16. Logprobs, losses and statistics
 are always float32.
 """
@@ -48,7 +48,7 @@ class Moment:
     taken: int = 0
 
     def age(self, version_N: Tensor, config: TrainConfig) -> Tensor:
-        """Updates between the weights of each version and those before the step.
+        """Updates from the weights of each Version to the weights before the step.
 
         Raises `TrainerError` without a version.
         """
@@ -78,7 +78,7 @@ class Trainer(TrainedModel):
         """`temperature` and `max_tokens` are the rollouts'.
 
         With several `ranks` each rank has a trainer, and every call below is made on all of them. `skip_uninformative`
-        leaves out rows that give no gradient. The model as it is at `path` is the reference of `train.kl`. Raises
+        leaves out rows that give no gradient. The model at `path` is the reference of `train.kl`. Raises
         `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
@@ -177,7 +177,7 @@ class Trainer(TrainedModel):
         lay_out(self._forward)
 
     def _new_reference(self, path: Path | str) -> Forward:
-        """Model as it is at `path`, sharded like the trained model."""
+        """Model at `path`, sharded like the trained model."""
         model = loaded(path, self._ranks, self.device).requires_grad_(False)
         return fastest_forward(model, self._dtype) if self._by_hand else model
 
@@ -265,7 +265,7 @@ class Trainer(TrainedModel):
         )
 
     def accumulate(self, minibatch: Minibatch, totals: StepTotals, at: Moment, *, fresh: bool) -> None:
-        """Adds the minibatch's gradient to the parameters. `fresh` says that its proximal logprobs are known."""
+        """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
         config = self._config
         for batch in minibatch.batches:
             outputs = self._outputs(batch, with_entropy=True)

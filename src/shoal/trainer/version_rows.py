@@ -1,7 +1,7 @@
-"""Rows of a Version's file under the checkpoint's names, as each rank has them.
+"""Each rank's rows of a Version's file, under the checkpoint's names.
 
-transformers packs experts into one tensor, [E, ...], whose rows are experts. A rank splits the experts that it has, and
-counts theirs from its first one. Tensors that a checkpoint joins or cuts otherwise are gathered by the first rank.
+transformers packs experts into one tensor, [E, ...], whose rows are experts. A rank splits its experts and numbers
+them from its first one. Tensors that a checkpoint joins or cuts otherwise are gathered by the first rank.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ class VersionRows:
     layout: RowLayout
     model: PreTrainedModel
     names: Mapping[str, tuple[str, ...]]
-    """Names in the checkpoint of a tensor that has one, or of one whose rows are experts."""
+    """Checkpoint names of a tensor: one, or one per expert."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> "VersionRows":
@@ -60,7 +60,7 @@ def _names(model: PreTrainedModel, name: str, tensor: Tensor, whole: Mapping[str
     if any(key not in whole or whole[key].shape != one.shape for key, one in found.items()):
         return ()
     names = tuple(found)
-    if len(names) == 1:  # a name of its own: a converter would have made another tensor
+    if len(names) == 1:  # the tensor keeps its name: a converter would have made another tensor
         return names if found[names[0]] is tensor else ()
     by_row = all(one.ndim == tensor.ndim - 1 for one in found.values()) and names[:: len(tensor)] == tuple(of_one)
     return names if by_row else ()

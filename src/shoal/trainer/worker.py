@@ -152,7 +152,7 @@ class TrainerProcess:
         return answer.value
 
     async def ask(self, *requests: Request) -> Answer:
-        """Answer of the first rank to its request, or to the one for all, once all have answered.
+        """The first rank's answer to its request or to the shared one, once all ranks have answered.
 
         A failure of any rank is the answer.
         """
@@ -255,7 +255,7 @@ class Server:
             return Done(time.perf_counter() - started if value is None else value, updates)
         except ShoalError as error:
             return TrainerFailed(str(error), refused=True)
-        except Exception as error:  # of torch, the disk, the memory, or a bug: the other models go on
+        except Exception as error:  # any error of torch, disk or memory, or a bug: the other models continue
             traceback.print_exception(error, file=sys.stderr)
             return TrainerFailed(f"{type(error).__name__}: {error}")
 
