@@ -140,7 +140,7 @@ PURE_TESTS := $(addprefix tests/,experience/test_staleness.py experience/test_ga
 	gateway/test_session_property.py trainer/test_trainer_advantage.py trainer/test_trainer_loss.py \
 	trainer/test_trainer_packing.py trainer/test_trainer_objective.py trainer/test_trainer_turns.py \
 	engine/test_engine_scheduler.py engine/test_engine_sampling.py engine/test_engine_local.py engine/test_engine_extras.py \
-	swarm/test_swarm_strategy.py swarm/test_swarm_trust.py)
+	swarm/test_swarm_credit.py swarm/test_swarm_strategy.py swarm/test_swarm_trust.py)
 comma := ,
 empty :=
 PURE_FILES := $(subst $(empty) $(empty),$(comma),$(PURE:%=src/shoal/%.py))
