@@ -135,7 +135,7 @@ tito: $(VENV)/dev-installed
 
 # The pure cores have every line covered, by the pure tests alone: what no claim needs is not there.
 PURE := staleness turn_tree experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
-	engine/scheduler engine/batch swarm/strategy swarm/trust
+	engine/scheduler engine/batch swarm/strategy/choice swarm/trust/ingress
 PURE_TESTS := $(addprefix tests/,experience/test_staleness.py experience/test_gate.py rollout/test_ratios.py gateway/test_session.py \
 	gateway/test_session_property.py trainer/test_trainer_advantage.py trainer/test_trainer_loss.py \
 	trainer/test_trainer_packing.py trainer/test_trainer_objective.py trainer/test_trainer_turns.py \

@@ -20,8 +20,8 @@ import zstandard
 from shoal import wire
 from shoal.net.identity import Identity
 from shoal.net.process import die_with_parent
-from shoal.swarm.envelope import Envelope, Kind, Signer, signed
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.envelope import Envelope, Kind, Signer, signed
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
 SYBILS = 1000
 PER_FLOODER = 1000

@@ -47,13 +47,13 @@ from shoal.net.process import PARENT
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_swarm import FOLDER, generate
 from shoal.swarm.answerers import RuleSolver
-from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import GeneratorPace
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import Claim
-from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import STATUS_FILE
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Claim
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.tasks.library import Library
 from shoal.types import Split
 

@@ -35,14 +35,14 @@ from benchmarks.work import coin
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout, Want, offer_of
 from shoal.swarm.peer import INTAKE_PER_S, Joined
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.ingress import IngressFilter, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
+from shoal.swarm.wire.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout, Want, offer_of
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
 

@@ -32,8 +32,8 @@ from shoal.observe.report.figure import COLOURS, MUTED, STYLE
 from shoal.run.demo_model.warm_start import REWRITE, Recipe, demo_model
 from shoal.run.join_swarm import FOLDER
 from shoal.swarm.peer import STATUS_FILE
-from shoal.swarm.refusals import Reason
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 
 GROUPS = 8
 """Groups per step: all own when alone, half of them external in the swarm."""

@@ -89,45 +89,45 @@ run.loop:TrainLoop.run
 OFFER = """
 run.training:_train_and_evaluate
   swarm.node:Node.offer
-    swarm.sharing:Outbox.put
+    swarm.strategy.sharing:Outbox.put
 swarm.node:Node._share
-  swarm.sharing:Outbox.next
-    swarm.claim_verification:OwnTasks.claim
-    swarm.offer:offer_of
+  swarm.strategy.sharing:Outbox.next
+    swarm.trust.claim_verification:OwnTasks.claim
+    swarm.wire.offer:offer_of
   swarm.peer:Peer._share_offer
     swarm.peer:Peer._send
-      swarm.envelope:Signer.frame
-      swarm.nats:NatsExchange.publish
+      swarm.wire.envelope:Signer.frame
+      swarm.wire.nats:NatsExchange.publish
 swarm.peer:Peer._listen
-  swarm.nats:NatsExchange.receive
+  swarm.wire.nats:NatsExchange.receive
   swarm.peer:Peer._admit
-    swarm.trust:IngressFilter.admit
-      swarm.trust:IngressFilter._checked
-        swarm.envelope:opened
-      swarm.envelope:payload_of
+    swarm.trust.ingress:IngressFilter.admit
+      swarm.trust.ingress:IngressFilter._checked
+        swarm.wire.envelope:opened
+      swarm.wire.envelope:payload_of
       wire:decode
     swarm.node:Node._receive
       swarm.verification:Verification.receive
-        swarm.pending:PendingOffers.add
+        swarm.strategy.pending:PendingOffers.add
 swarm.verification:Verification.run
-  swarm.pending:PendingOffers.next
+  swarm.strategy.pending:PendingOffers.next
   swarm.verification:Verification._read
-    swarm.offer_reading:OfferReader.read
-      swarm.claim_verification:OwnTasks.task
-      swarm.encoding:encode_offer
+    swarm.trust.offer_reading:OfferReader.read
+      swarm.trust.claim_verification:OwnTasks.task
+      swarm.trust.encoding:encode_offer
     reward.service:RewardService.score
   swarm.verification:Verification._settle
-    swarm.trust:IngressFilter.refuse
-    swarm.trust:IngressFilter.praise
+    swarm.trust.ingress:IngressFilter.refuse
+    swarm.trust.ingress:IngressFilter.praise
 run.loop:TrainLoop._step
   run.loop:TrainLoop._external_groups
     swarm.node:Node.take
       swarm.node:Node._choose
-        swarm.ready_pool:ReadyPool.choose
-          swarm.strategy:apply_taker
-      swarm.encoding:rollouts_of
+        swarm.strategy.ready_pool:ReadyPool.choose
+          swarm.strategy.choice:apply_taker
+      swarm.trust.encoding:rollouts_of
   run.policy:Policy.rows
-    swarm.strategy:external_rows
+    swarm.strategy.choice:external_rows
 run.loop:TrainLoop._record_and_train
   experience.buffer:Buffer.consumed
     experience.log:insert_group

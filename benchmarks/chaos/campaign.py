@@ -27,7 +27,7 @@ from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_swarm import generate
 from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.generator import GeneratorPace
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 
 SWARM = "reef"
 QUESTIONS = 64

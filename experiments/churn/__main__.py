@@ -20,9 +20,9 @@ from experiments.churn.findings import findings_of, has_step
 from shoal.config import parse, to_toml
 from shoal.net.process import PARENT
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.options import NatsOptions
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 
 HERE = Path(__file__).parent
 SERVERS = 3

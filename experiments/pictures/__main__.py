@@ -20,7 +20,7 @@ from shoal.observe.metrics import read_records
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_swarm import FOLDER
 from shoal.swarm.peer import STATUS_FILE
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 
 HERE = Path(__file__).parent
 GLYPHS = HERE.parents[1] / "examples" / "modalities" / "glyphs.py"

@@ -19,10 +19,10 @@ from shoal.run.join_swarm import FOLDER
 from shoal.run.plan import prepare
 from shoal.run.prepared import Prepared
 from shoal.run.training import train
-from shoal.swarm.envelope import Envelope, Kind, Signer, opened, payload_of
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import Offer
-from shoal.swarm.options import NatsOptions
+from shoal.swarm.wire.envelope import Envelope, Kind, Signer, opened, payload_of
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Offer
+from shoal.swarm.wire.options import NatsOptions
 
 NODES_PER_SEED = 1000
 """Node i of seed s has the seed s * 1000 + i."""

@@ -20,7 +20,7 @@ from shoal.errors import ChildDied, ConfigError
 from shoal.experience.audit import audit
 from shoal.net.process import PARENT
 from shoal.observe.metrics import read_records
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.types import seed_for
 
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"

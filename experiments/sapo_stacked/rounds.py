@@ -1,6 +1,6 @@
 """One cell: N nodes, round after round of drawing, sharing, taking and learning (algorithm 1 of the paper).
 
-Taking and advantages are Shoal's own (`swarm.strategy`, `trainer.advantage`). All
+Taking and advantages are Shoal's own (`swarm.strategy.choice`, `trainer.advantage`). All
 nodes speak the same language, so that a peer's text has the peer's tokens; the behaviour is the node itself, so that
 the first and only update of a round has ratio 1. Externals are of the same round; fewer than J informative ones are
 fewer.
@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.grid import Record
 from experiments.sapo_stacked.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
 from experiments.sapo_stacked.questions import Question, lesson
-from shoal.swarm.strategy import Candidate, differ, uniform
+from shoal.swarm.strategy.choice import Candidate, differ, uniform
 from shoal.trainer.advantage import advantages
 from shoal.types import seed_for
 

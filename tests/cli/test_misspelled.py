@@ -20,7 +20,7 @@ from shoal.config.settings import EMBEDDED
 from shoal.config.training import LOSSES
 from shoal.observe.trackers import KINDS
 from shoal.rollout.reward_hooks import HOOKS
-from shoal.swarm.strategy import SHARERS, TAKERS
+from shoal.swarm.strategy.choice import SHARERS, TAKERS
 from shoal.tasks.library import GAMES
 
 FOREIGN = ("Traceback", "pydantic", "nput should be", "alid value", "Value error", "╭", "Usage:", "validation")

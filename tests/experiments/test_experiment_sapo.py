@@ -16,9 +16,9 @@ from shoal import wire
 from shoal.config import parse
 from shoal.errors import ConfigError
 from shoal.net.identity import Identity
-from shoal.swarm.envelope import Kind, Signer, is_genuine, opened, payload_of
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.wire.envelope import Kind, Signer, is_genuine, opened, payload_of
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 from until import until
 
 

@@ -18,6 +18,8 @@ LAYERS = (
     {"run"},
     {"cli"},
 )
+FLOORS = {"swarm": ("wire", "trust", "strategy")}
+"""Folders of a room, the lowest first: each imports itself and lower ones only, and nothing else of its room."""
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 
 
@@ -60,9 +62,26 @@ def violations(module: str, source: str) -> list[str]:
     return wrong
 
 
+def upward(module: str, source: str) -> list[str]:
+    """Imports of a folder's module within its room that are not of its own or a lower folder."""
+    room, folder, *_ = [*module.split("."), ""]
+    floors = FLOORS.get(room, ())
+    if folder not in floors:
+        return []
+    free = tuple(f"shoal.{room}.{lower}." for lower in floors[: floors.index(folder) + 1])
+    within = (name for name in imported(module, source) if name.startswith(f"shoal.{room}."))
+    return [name for name in sorted(within) if not name.startswith(free)]
+
+
 @pytest.mark.parametrize(("module", "source"), [pytest.param(*pair, id=pair[0]) for pair in modules()])
 def test_a_module_imports_its_own_folder_and_lower_layers_only(module: str, source: str) -> None:
-    assert violations(module, source) == []
+    assert violations(module, source) + upward(module, source) == []
+
+
+@pytest.mark.parametrize("source", ["from shoal.swarm.strategy import choice", "from shoal.swarm.peer import Peer"])
+def test_a_planted_import_upward_within_a_room_is_found(source: str) -> None:
+    assert upward("swarm.trust.ingress", source) != []
+    assert upward("swarm.node", source) == []
 
 
 @pytest.mark.parametrize(

@@ -23,13 +23,13 @@ from shoal.net.identity import Identity
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.plan import prepare
 from shoal.run.training import run_training, train
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.options import NatsOptions
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.types import Split
 from until import until
 

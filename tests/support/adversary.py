@@ -19,12 +19,12 @@ from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.node import Node
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Reward, Split, Task
 

@@ -40,8 +40,6 @@ from shoal.observe.view.server import ViewServer
 from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer, Rates
@@ -50,6 +48,8 @@ from shoal.swarm.judge.messages import Challenge, ChallengeRequest, Condition, o
 from shoal.swarm.judge.server import WIRE, JudgeServer
 from shoal.swarm.judge.store import JudgeStore
 from shoal.swarm.peer import Joined
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.tasks.remote_server import TaskServer

@@ -18,9 +18,6 @@ from shoal.config import Config, TaskConfig
 from shoal.errors import ExchangeUnavailable
 from shoal.net.identity import Identity
 from shoal.net.server import serving
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import (
     MOST_ANSWERS,
@@ -35,10 +32,13 @@ from shoal.swarm.human.questions import (
     QuestionState,
 )
 from shoal.swarm.human.server import HumanServer, Rates
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import IngressFilter, VerifiedMessage
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
 from until import until

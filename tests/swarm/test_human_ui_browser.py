@@ -16,12 +16,12 @@ from browser import Page, browser_path, chromium
 from shoal import wire
 from shoal.experience.log import FILE
 from shoal.net.identity import Identity
-from shoal.swarm.envelope import Kind, Signer
 from shoal.swarm.listing import listed
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.options import NatsOptions
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 from until import until
 
 SHOAL = str(Path(sys.executable).with_name("shoal"))

@@ -47,7 +47,7 @@ from shoal.swarm.judge.messages import (
 )
 from shoal.swarm.judge.server import JudgeServer, leaderboard_html
 from shoal.swarm.judge.store import NEWEST, JudgeStore, Record, Standing, lower_bound
-from shoal.swarm.rates import MOST_RATED, Buckets
+from shoal.swarm.trust.rates import MOST_RATED, Buckets
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import Message, Reward, RewardStatus, Task
 

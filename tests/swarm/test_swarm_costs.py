@@ -15,15 +15,15 @@ from shoal.config.settings import RolloutConfig
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.contents import MOST_PER_QUESTION, Contents
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import BANNED_FILE, STATUS_FILE, Joined
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import ESTABLISHED
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.contents import MOST_PER_QUESTION, Contents
+from shoal.swarm.trust.ingress import ESTABLISHED
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.library import Library
 from shoal.types import Group, Message, Reward, Role, Rollout, Split, Task
 from until import until

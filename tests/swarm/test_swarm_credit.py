@@ -3,8 +3,8 @@
 from dataclasses import fields
 
 from shoal import wire
-from shoal.swarm.offer import OfferedRollout, OfferedTurn
-from shoal.swarm.strategy import external_rows
+from shoal.swarm.strategy.choice import external_rows
+from shoal.swarm.wire.offer import OfferedRollout, OfferedTurn
 from shoal.types import Sample
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from shoal import wire
 from shoal.errors import ConfigError, WireError
 from shoal.net.identity import Identity, peer_id_of
-from shoal.swarm import envelope as env
-from shoal.swarm.envelope import Kind, Signer, is_genuine, opened, payload_of, signed
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout, offer_of
+from shoal.swarm.wire import envelope as env
+from shoal.swarm.wire.envelope import Kind, Signer, is_genuine, opened, payload_of, signed
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout, offer_of
 from shoal.types import (
     Completion,
     FinishReason,

@@ -26,13 +26,13 @@ from shoal import wire
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm
 from shoal.swarm.listing import listed
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.options import NatsOptions
-from shoal.swarm.server import MOST_STORED_BYTES, NatsServer, ServerOptions, server_config
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import MOST_STORED_BYTES, NatsServer, ServerOptions, server_config
 from until import until
 
 

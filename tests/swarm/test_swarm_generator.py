@@ -24,14 +24,14 @@ from shoal.reward.service import RewardService
 from shoal.run.join_swarm import answerer_of
 from shoal.run.standstill import waits
 from shoal.swarm.answerers import Answerer, ChatModel, RuleSolver, slip
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.node import Node
-from shoal.swarm.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import RETRY_S, Joined, ban_in
-from shoal.swarm.trust import IngressFilter, Recogniser, VerifiedMessage
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.ingress import IngressFilter, Recogniser, VerifiedMessage
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Group, Split, Task

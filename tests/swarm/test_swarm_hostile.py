@@ -17,15 +17,15 @@ from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import MAX_FRAME_BYTES, Kind, Signer
-from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import Joined
-from shoal.swarm.refusals import Reason
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, Kind, Signer
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Receipt, Split, Task

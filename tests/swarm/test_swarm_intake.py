@@ -11,11 +11,11 @@ import pytest
 from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.net.identity import Identity
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.offer import Want
 from shoal.swarm.peer import FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S, Joined, Peer
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.offer import Want
 
 NOW_S = 1.8e9
 BATCHES = 3

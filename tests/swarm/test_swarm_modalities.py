@@ -19,20 +19,20 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.swarm.answerers import RuleSolver
-from shoal.swarm.attachments import AttachmentReader
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES, MemoryExchange, MemorySwarm
 from shoal.swarm.generator import Generator, GeneratorPace
-from shoal.swarm.limits import USUAL, QuestionLimits
-from shoal.swarm.nats import NatsExchange
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Attached, Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import Joined
-from shoal.swarm.python_tasks import PythonTasks
-from shoal.swarm.refusals import Reason
-from shoal.swarm.server import NatsServer, ServerOptions
+from shoal.swarm.trust.attachments import AttachmentReader
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.limits import USUAL, QuestionLimits
+from shoal.swarm.trust.python_tasks import PythonTasks
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MAX_ATTACHMENT_BYTES, MemoryExchange, MemorySwarm
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Attached, Claim, GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Split, Task
 from until import until

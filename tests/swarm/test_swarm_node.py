@@ -12,13 +12,13 @@ from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemorySwarm
 from shoal.swarm.node import NEED_DECAY, STATUS_PEERS, Node
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import Joined
-from shoal.swarm.trust import IngressFilter, VerifiedMessage
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.offer import GeneratorKind, Offer, OfferedRollout, Want
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn
 from until import until

@@ -8,12 +8,12 @@ from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.net.identity import Identity
 from shoal.run.join_swarm import report_connection
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined, Peer
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.ingress import IngressFilter, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from until import until
 
 NOW_S = 1.8e9

@@ -14,14 +14,14 @@ from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.environments.calculator import calculator
 from shoal.environments.guess_number import guess_number
 from shoal.net.identity import Identity
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.limits import QuestionLimits
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
 from shoal.swarm.peer import Joined
-from shoal.swarm.python_tasks import OwnTask, PythonTasks, own_task
-from shoal.swarm.refusals import Reason
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.limits import QuestionLimits
+from shoal.swarm.trust.python_tasks import OwnTask, PythonTasks, own_task
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.trainer.advantage import rows
 from shoal.types import (

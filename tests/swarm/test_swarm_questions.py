@@ -15,14 +15,14 @@ from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.exchange import MemorySwarm
-from shoal.swarm.limits import USUAL, QuestionLimits
 from shoal.swarm.node import Node
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined
-from shoal.swarm.refusals import Reason
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.limits import USUAL, QuestionLimits
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.exchange import MemorySwarm
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Split, Task
 

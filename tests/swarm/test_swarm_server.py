@@ -12,9 +12,9 @@ from test_swarm_exchange import collected, free_port, published, with_server
 from shoal.errors import ConfigError
 from shoal.interfaces import Exchange
 from shoal.net.listening import listening_socket
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.options import NatsOptions
-from shoal.swarm.server import NatsServer, ServerOptions, server_config
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.server import NatsServer, ServerOptions, server_config
 from until import until
 
 

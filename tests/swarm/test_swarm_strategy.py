@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.swarm.strategy import (
+from shoal.swarm.strategy.choice import (
     HALF_LIFE_S,
     NEWCOMER_SHARE,
     TAKERS,

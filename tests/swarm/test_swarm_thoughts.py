@@ -4,8 +4,8 @@ import pytest
 
 from chat_templates import ANSWERING, renderer_of
 from shoal.model.answer import parted
-from shoal.swarm.encoding import encode_offer
-from shoal.swarm.offer import Claim, Course, Offer, offer_of
+from shoal.swarm.trust.encoding import encode_offer
+from shoal.swarm.wire.offer import Claim, Course, Offer, offer_of
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Task, Turn
 
 TASK = Task("t", "sums", (Message(Role.USER, "3 + 4?"),), "7")

@@ -11,12 +11,20 @@ from hypothesis import strategies as st
 
 from shoal import wire
 from shoal.net.identity import Identity
-from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Signer
-from shoal.swarm.offer import Claim, GeneratorKind, Offer, OfferedRollout, Want
 from shoal.swarm.peer import BANNED_FILE, SESSION_FILE, ban_in, next_session, read_lines
-from shoal.swarm.rates import MOST_RATED, Bucket, Buckets
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import ESTABLISHED, LIARS, WINDOW, IngressFilter, PeerRecord, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.ingress import (
+    ESTABLISHED,
+    LIARS,
+    WINDOW,
+    IngressFilter,
+    PeerRecord,
+    TrustLimits,
+    VerifiedMessage,
+)
+from shoal.swarm.trust.rates import MOST_RATED, Bucket, Buckets
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Signer
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout, Want
 
 ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
 NOW_S = 1.8e9

@@ -14,9 +14,9 @@ import pytest
 
 from shoal.config import TaskConfig
 from shoal.errors import OtherRelease, TaskError
-from shoal.swarm.claim_verification import OwnTasks
-from shoal.swarm.limits import QuestionLimits
-from shoal.swarm.refusals import Reason
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.limits import QuestionLimits
+from shoal.swarm.trust.refusals import Reason
 from shoal.tasks.library import Library
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService
 from shoal.types import Json, Split, Task

@@ -35,7 +35,7 @@ def serve(
     include: Annotated[Path | None, typer.Option(help="More nats-server configuration: accounts, leaf nodes.")] = None,
 ) -> None:
     """Run a server for nodes, until Ctrl-C. Its streams survive a restart."""
-    from shoal.swarm.server import NatsServer, ServerOptions
+    from shoal.swarm.wire.server import NatsServer, ServerOptions
 
     routes = tuple(route or ())
     options = ServerOptions(folder, host, port, name, cluster_port, routes, tls_cert, tls_key, token, include)

@@ -16,8 +16,8 @@ from shoal.net.listening import listening_socket
 from shoal.observe.trackers import PROMETHEUS, checked_tracker
 from shoal.reward.user_functions import FunctionScorer
 from shoal.run.run_dir import check_run_dir
-from shoal.swarm.options import NatsOptions
-from shoal.swarm.strategy import sharer_of, taker_of
+from shoal.swarm.strategy.choice import sharer_of, taker_of
+from shoal.swarm.wire.options import NatsOptions
 from shoal.tasks.sdk import Definition
 from shoal.types import RewardStatus, Split
 

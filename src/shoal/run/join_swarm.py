@@ -18,18 +18,18 @@ from shoal.reward.service import RewardService
 from shoal.run.prepared import Prepared
 from shoal.run.rewards import own_scorer
 from shoal.swarm.answerers import ChatModel, RuleSolver
-from shoal.swarm.attachments import AttachmentReader
-from shoal.swarm.claim_verification import OwnTasks
 from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer
-from shoal.swarm.invitation import guest_key, invitation
-from shoal.swarm.limits import SCORE_S
 from shoal.swarm.node import Node
-from shoal.swarm.options import NatsOptions
 from shoal.swarm.peer import Joined, Peer
-from shoal.swarm.python_tasks import PythonTasks
+from shoal.swarm.trust.attachments import AttachmentReader
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.limits import SCORE_S
+from shoal.swarm.trust.python_tasks import PythonTasks
+from shoal.swarm.wire.invitation import guest_key, invitation
+from shoal.swarm.wire.options import NatsOptions
 from shoal.tasks.library import library_of
 from shoal.types import Split
 
@@ -53,7 +53,7 @@ async def _joined(
         if exchange is None:
             if not config.swarm.servers:
                 raise ConfigError("swarm.servers: expected at least one URL to join at, got none")
-            from shoal.swarm.nats import NatsExchange
+            from shoal.swarm.wire.nats import NatsExchange
 
             options = NatsOptions(config.swarm.servers, config.swarm.name)
             exchange = await stack.enter_async_context(NatsExchange(options))

@@ -19,7 +19,7 @@ from shoal.run.dynamic_sampling import informative_groups
 from shoal.run.prepared import Prepared
 from shoal.run.teacher import TextTeacher
 from shoal.run.versions import ServedVersions
-from shoal.swarm.strategy import external_rows
+from shoal.swarm.strategy.choice import external_rows
 from shoal.trainer.advantage import mask_tokens, step_samples
 from shoal.trainer.messages import StepStats, TokensFile
 from shoal.trainer.packing import mixed

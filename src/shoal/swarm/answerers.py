@@ -15,8 +15,8 @@ import aiohttp
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.model.answer import written
 from shoal.net.chat import FIRST_PAUSE_S, ChatChoice, ChatRefused, completion, only_model, wire_of
-from shoal.swarm.offer import GeneratorKind, OfferedRollout
-from shoal.swarm.strategy import own_function
+from shoal.swarm.strategy.choice import own_function
+from shoal.swarm.wire.offer import GeneratorKind, OfferedRollout
 from shoal.types import Message, Task
 
 AT_ONCE = 8

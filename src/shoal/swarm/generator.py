@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from shoal.errors import EngineError, RequestRefused, ShoalError, TaskError, WireError
 from shoal.interfaces import Environment
 from shoal.swarm.answerers import Answerer
-from shoal.swarm.offer import MAX_ROLLOUTS, Offer, model_name
 from shoal.swarm.peer import RETRY_S, Joined, Peer
+from shoal.swarm.wire.offer import MAX_ROLLOUTS, Offer, model_name
 from shoal.types import Split, seed_for
 
 MOST_FAILURES = 5

@@ -5,10 +5,10 @@ import time
 from collections.abc import Sequence
 
 from shoal.errors import ExchangeUnavailable
-from shoal.swarm.nats import NatsExchange
-from shoal.swarm.offer import Offer
-from shoal.swarm.options import NatsOptions
-from shoal.swarm.trust import IngressFilter, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.ingress import IngressFilter, TrustLimits, VerifiedMessage
+from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.offer import Offer
+from shoal.swarm.wire.options import NatsOptions
 
 UNLIMITED = 1e9
 

@@ -22,18 +22,18 @@ from statistics import fmean
 from shoal import wire
 from shoal.errors import WireError
 from shoal.interfaces import Logprobs, Renderer, Scorer
-from shoal.swarm.contents import Contents
-from shoal.swarm.encoding import ReadyOffer, rollouts_of
-from shoal.swarm.envelope import Kind
-from shoal.swarm.offer import MAX_WANTED, Offer, Want
-from shoal.swarm.offer_reading import OfferReader, limits_of
 from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
-from shoal.swarm.ready_pool import ReadyPool
-from shoal.swarm.refusals import Reason
-from shoal.swarm.sharing import Outbox
-from shoal.swarm.strategy import sharer_of, taker_of
-from shoal.swarm.trust import VerifiedMessage
+from shoal.swarm.strategy.choice import sharer_of, taker_of
+from shoal.swarm.strategy.ready_pool import ReadyPool
+from shoal.swarm.strategy.sharing import Outbox
+from shoal.swarm.trust.contents import Contents
+from shoal.swarm.trust.encoding import ReadyOffer, rollouts_of
+from shoal.swarm.trust.ingress import VerifiedMessage
+from shoal.swarm.trust.offer_reading import OfferReader, limits_of
+from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.verification import Rounds, Verification
+from shoal.swarm.wire.envelope import Kind
+from shoal.swarm.wire.offer import MAX_WANTED, Offer, Want
 from shoal.types import Group, Origin, seed_for
 
 NEWCOMER_REST = 4.0

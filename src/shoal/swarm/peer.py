@@ -21,11 +21,11 @@ from shoal.config import Config
 from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
-from shoal.swarm.envelope import Kind, Signer
-from shoal.swarm.offer import Offer, Want
-from shoal.swarm.rates import Bucket, Recent
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import IngressFilter, Recogniser, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.ingress import IngressFilter, Recogniser, TrustLimits, VerifiedMessage
+from shoal.swarm.trust.rates import Bucket, Recent
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.offer import Offer, Want
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"

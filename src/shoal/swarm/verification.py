@@ -11,16 +11,16 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shoal.swarm.contents import Contents
-from shoal.swarm.encoding import ReadyOffer
-from shoal.swarm.offer import Offer
-from shoal.swarm.offer_reading import OfferReader
-from shoal.swarm.pending import PendingOffers
-from shoal.swarm.rates import Recent
-from shoal.swarm.ready_pool import ReadyPool
-from shoal.swarm.refusals import LIES, Reason
-from shoal.swarm.strategy import differ
-from shoal.swarm.trust import IngressFilter, VerifiedMessage
+from shoal.swarm.strategy.choice import differ
+from shoal.swarm.strategy.pending import PendingOffers
+from shoal.swarm.strategy.ready_pool import ReadyPool
+from shoal.swarm.trust.contents import Contents
+from shoal.swarm.trust.encoding import ReadyOffer
+from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
+from shoal.swarm.trust.offer_reading import OfferReader
+from shoal.swarm.trust.rates import Recent
+from shoal.swarm.trust.refusals import LIES, Reason
+from shoal.swarm.wire.offer import Offer
 
 LATE_REST: Mapping[Reason, float] = {Reason.HANGS: 150.0, Reason.TIMED_OUT: 30.0}
 """Rest used instead of `newcomer_rest` when scoring or drawing an offer hit its deadline. A hanging answer costs its

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from shoal.errors import WireError
 from shoal.interfaces import Scorer
 from shoal.swarm.human.questions import Given, NotTaken, OpenQuestion, OpenQuestions, QuestionPace, QuestionState
-from shoal.swarm.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.peer import Joined, Peer, PeerCounts
-from shoal.swarm.trust import VerifiedMessage
+from shoal.swarm.trust.ingress import VerifiedMessage
+from shoal.swarm.wire.offer import GeneratorKind, Offer, OfferedRollout
 from shoal.types import Message, RewardStatus, Task
 
 MOST_OFFERED = 64

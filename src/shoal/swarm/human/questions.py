@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shoal.errors import ShoalError
-from shoal.swarm.offer import Claim, GeneratorKind
-from shoal.swarm.rates import Recent
+from shoal.swarm.trust.rates import Recent
+from shoal.swarm.wire.offer import Claim, GeneratorKind
 from shoal.types import Reward, RewardStatus, Task
 
 MOST_OPEN = 64

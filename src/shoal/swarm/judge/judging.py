@@ -33,7 +33,7 @@ from shoal.swarm.judge.messages import (
     signed,
 )
 from shoal.swarm.judge.store import JudgeStore, Record
-from shoal.swarm.rates import Bucket, Buckets
+from shoal.swarm.trust.rates import Bucket, Buckets
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import RewardStatus, Split, Task, seed_for
 

@@ -25,7 +25,7 @@ from msgspec import Meta
 from shoal import wire
 from shoal.errors import WireError
 from shoal.net.identity import Identity, is_signed_by, peer_id_of
-from shoal.swarm.envelope import UnixTime
+from shoal.swarm.wire.envelope import UnixTime
 from shoal.tasks.procedural_client import Spec
 from shoal.types import Message, RewardStatus
 

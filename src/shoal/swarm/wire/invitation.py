@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit, urlunsplit
 from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.interfaces import Environment
-from shoal.swarm.options import CREDENTIALS
+from shoal.swarm.wire.options import CREDENTIALS
 from shoal.tasks.procedural_client import ReasoningGymService
 
 

@@ -25,15 +25,15 @@ from shoal.plugins import described
 from shoal.sandbox.boxed_child import BoxedChild
 from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import in_thread, strongest_if_any
-from shoal.swarm.limits import USUAL, QuestionLimits
-from shoal.swarm.offer import Claim, Course, OfferedRollout
-from shoal.swarm.python_worker import DrawSeed, LoadTask, PlayAgain, ReadAttachments, TaskReply
-from shoal.swarm.refusals import Reason
+from shoal.swarm.trust.limits import USUAL, QuestionLimits
+from shoal.swarm.trust.python_worker import DrawSeed, LoadTask, PlayAgain, ReadAttachments, TaskReply
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.offer import Claim, Course, OfferedRollout
 from shoal.tasks.procedural_client import Redrawn, libraries
 from shoal.tasks.sdk import Definition
 from shoal.types import Message, Receipt, RewardStatus, Role, Split, Task
 
-WORKER = "shoal.swarm.python_worker"
+WORKER = "shoal.swarm.trust.python_worker"
 START_TIMEOUT_S = 60.0
 MOST_REPLY_BYTES = 4 << 20
 _OWN_FILE = "shoal_own_"
@@ -151,7 +151,7 @@ class PythonTasks:
     async def _ask(
         self, own: OwnTask, request: DrawSeed | PlayAgain | ReadAttachments, kind: type[T], failed: Reason
     ) -> T | Reason:
-        """A reply of a task's code, or why there is none; `failed` stands for its errors. A silent sandbox ends."""
+        """A reply of a task's code, or the reason of its failure: `failed` for its errors. A silent sandbox ends."""
         async with self._turn:
             try:
                 sandbox = await self._with(own)

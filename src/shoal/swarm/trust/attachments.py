@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING
 from shoal.checker import is_confined, task_spec
 from shoal.errors import ExchangeUnavailable, TaskError
 from shoal.interfaces import Attachments
-from shoal.swarm.exchange import MAX_ATTACHMENT_BYTES
-from shoal.swarm.limits import USUAL, QuestionLimits
-from shoal.swarm.offer import TEXT, Attached, Claim
-from shoal.swarm.refusals import Reason
+from shoal.swarm.trust.limits import USUAL, QuestionLimits
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.exchange import MAX_ATTACHMENT_BYTES
+from shoal.swarm.wire.offer import TEXT, Attached, Claim
 from shoal.tasks.sdk import Definition
 from shoal.types import Split, Task
 
 if TYPE_CHECKING:
-    from shoal.swarm.python_tasks import PythonTasks
+    from shoal.swarm.trust.python_tasks import PythonTasks
 
 BEGINNINGS: Mapping[str, tuple[bytes, ...]] = {
     "image/png": (b"\x89PNG\r\n\x1a\n",),

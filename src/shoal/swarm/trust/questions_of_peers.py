@@ -13,8 +13,8 @@ import msgspec
 
 from shoal.checker import Code, Spec, needs_tests, needs_truth, spec_of, task_spec, to_json, unit_tests
 from shoal.errors import TaskError
-from shoal.swarm.offer import MAX_CHECKER_CHARACTERS, Claim
-from shoal.swarm.refusals import Reason
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.offer import MAX_CHECKER_CHARACTERS, Claim
 from shoal.types import Json, Message, Role, Task
 
 TASK_ID = "questions/"

@@ -17,11 +17,11 @@ from shoal.checker import is_prompt, task_spec
 from shoal.config import Config
 from shoal.errors import TaskError
 from shoal.interfaces import Renderer, Scorer
-from shoal.swarm.encoding import Encoded, EncodedRollout, encode_offer
-from shoal.swarm.offer import TEXT, Course, Offer, OfferedRollout
-from shoal.swarm.questions_of_peers import has_peers_truth
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import Recogniser
+from shoal.swarm.trust.encoding import Encoded, EncodedRollout, encode_offer
+from shoal.swarm.trust.ingress import Recogniser
+from shoal.swarm.trust.questions_of_peers import has_peers_truth
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.offer import TEXT, Course, Offer, OfferedRollout
 from shoal.types import Reward, RewardStatus, Task
 
 

@@ -15,9 +15,9 @@ from shoal.gateway.conversation import Conversation
 from shoal.gateway.token_tree import Cause, TokenTree
 from shoal.interfaces import Renderer
 from shoal.model.chat_template import ChatRenderer
-from shoal.swarm.offer import Course, OfferedRollout
-from shoal.swarm.refusals import Reason
-from shoal.swarm.trust import VerifiedMessage
+from shoal.swarm.trust.ingress import VerifiedMessage
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.offer import Course, OfferedRollout
 from shoal.turn_tree import prompt_ids, turns_of_rows
 from shoal.types import Completion, FinishReason, Message, Reward, Role, Rollout, Task, Turn
 

@@ -8,9 +8,9 @@ import random
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from shoal.swarm.encoding import ReadyOffer
-from shoal.swarm.rates import Recent
-from shoal.swarm.strategy import Candidate, Taker, apply_taker
+from shoal.swarm.strategy.choice import Candidate, Taker, apply_taker
+from shoal.swarm.trust.encoding import ReadyOffer
+from shoal.swarm.trust.rates import Recent
 
 NEWCOMERS_READY = 8
 """Verified offers of newcomers."""

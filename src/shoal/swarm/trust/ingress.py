@@ -28,10 +28,10 @@ import msgspec
 from shoal import wire
 from shoal.errors import WireError
 from shoal.net.identity import SIGNATURE_BYTES, peer_id_of
-from shoal.swarm.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
-from shoal.swarm.offer import Claim, Course, Offer, OfferedRollout, Want
-from shoal.swarm.rates import Bucket, Recent
-from shoal.swarm.refusals import BLAMED, LIES, STANDING_KEPT, Reason
+from shoal.swarm.trust.rates import Bucket, Recent
+from shoal.swarm.trust.refusals import BLAMED, LIES, STANDING_KEPT, Reason
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
+from shoal.swarm.wire.offer import Claim, Course, Offer, OfferedRollout, Want
 from shoal.types import Task
 
 PRIOR = 1.0

@@ -21,12 +21,12 @@ from shoal.checker import is_confined, task_spec
 from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
-from shoal.swarm.attachments import AttachmentReader
-from shoal.swarm.limits import USUAL, QuestionLimits
-from shoal.swarm.offer import TEXT, Claim, Course, OfferedRollout
-from shoal.swarm.python_tasks import PythonTasks, task_as_claimed
-from shoal.swarm.questions_of_peers import checker_of, task_of_question
-from shoal.swarm.refusals import Reason
+from shoal.swarm.trust.attachments import AttachmentReader
+from shoal.swarm.trust.limits import USUAL, QuestionLimits
+from shoal.swarm.trust.python_tasks import PythonTasks, task_as_claimed
+from shoal.swarm.trust.questions_of_peers import checker_of, task_of_question
+from shoal.swarm.trust.refusals import Reason
+from shoal.swarm.wire.offer import TEXT, Claim, Course, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task

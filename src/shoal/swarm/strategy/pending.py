@@ -8,8 +8,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
-from shoal.swarm.offer import Offer
-from shoal.swarm.trust import VerifiedMessage
+from shoal.swarm.trust.ingress import VerifiedMessage
+from shoal.swarm.wire.offer import Offer
 
 MOST = 256
 """Offers of established authors, and of newcomers."""

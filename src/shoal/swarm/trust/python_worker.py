@@ -1,4 +1,4 @@
-"""Runs the code of own tasks in a sandbox: `python -m shoal.swarm.python_worker --fd N`. It may be killed.
+"""Runs the code of own tasks in a sandbox: `python -m shoal.swarm.trust.python_worker --fd N`. It may be killed.
 
 It draws questions, plays conversations again with the answers of a peer, scores, and reads attachments. It has no
 network, no files but its libraries, no processes and no threads: plain methods of an author run on the one thread.
@@ -21,7 +21,7 @@ from shoal import wire
 from shoal.net.process import from_parent, send_frame, serve
 from shoal.plugins import described
 from shoal.sandbox.confinement import confine
-from shoal.swarm.offer import AskedFor, Course
+from shoal.swarm.wire.offer import AskedFor, Course
 from shoal.tasks.holdout import split_of
 from shoal.tasks.procedural_client import Redrawn
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, Question

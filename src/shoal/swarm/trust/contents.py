@@ -14,8 +14,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from shoal.swarm.offer import offered
-from shoal.swarm.rates import Recent
+from shoal.swarm.trust.rates import Recent
+from shoal.swarm.wire.offer import offered
 from shoal.types import Group, Task
 
 MOST = 1 << 17

@@ -1,0 +1,14 @@
+"""Foreign bytes become trusted data: size, schema, signature, rates, then this node's own reading and scoring.
+
+ingress       the ingress filter, and the record of each peer
+refusals      reasons of refusals, and what each says of an author
+rates         token buckets and bounded tables (pure)
+claim_verification  claims of peers matched with own tasks
+python_tasks  own Python tasks, run by `python_worker` in a sandbox
+attachments   parts of a question that are no text
+questions_of_peers  questions with the peer's truth and an allow-listed checker (pure)
+limits        limits on the cost of one question or answer
+offer_reading  an offer as answers to an own task, and their scores
+encoding      peers' text as rows of this node's tokenizer (pure)
+contents      digests of answers that were taken before, under any name (pure)
+"""
