@@ -2,7 +2,7 @@
 
 y = W x + (alpha / rank) B A x,   A [rank, in],   B [out, rank]
 
-W stays as it is. Every row of a forward gets the adapter that its request names, or none, in one batch with all other
+W stays as it is. Every row of a forward gets its request's adapter, or none, in one batch with all other
 rows. Linear layers that the forward computes as one product have one joint pair of A and B. Source: LoRA (arXiv
 2106.09685).
 """
@@ -98,7 +98,7 @@ def low_rank_pairs(
 
 
 def _scale(path: Path) -> float:
-    """alpha / rank. Raises `RequestRefused` for settings whose adapters mean something else."""
+    """alpha / rank. Raises `RequestRefused` for settings that change the meaning of A and B."""
     try:
         settings = json.loads(path.read_bytes())
         rank = int(settings["r"])

@@ -17,7 +17,7 @@ MOST_INTEGER = 2**63 - 1
 LOWEST_LOGPROB = -3.4e38
 """Lower bound of float32, in which engines and trainers compute logprobs."""
 MOST_TOKENS = 2**31 - 1
-"""Vocabulary of a model that does not say how many tokens it has."""
+"""Vocabulary of a model that does not report its size."""
 ROOM_LEFT = 8
 """Tokens of its context that an engine may leave unused where it ends an answer."""
 
@@ -52,7 +52,7 @@ class AskedTokens:
 
 
 def check_completions(answer: Sequence[Completion], asked: AskedTokens, rules: AnswerRules) -> None:
-    """Raises `WrongAnswer`, which names the field, what was expected and what came."""
+    """Raises `WrongAnswer`, which names the field, the expected and the received value."""
     if len(answer) != asked.n:
         raise _wrong("choices", f"{asked.n} completions", len(answer))
     for one in answer:

@@ -8,7 +8,7 @@ renormalised. The logprob of a token (nats) is its logprob under that distributi
 A greedy row (temperature 0) takes the most likely token. Its logprob is computed at temperature 1 without truncation,
 because the greedy distribution is a certainty.
 
-One uniform number decides each token (inverse transform), so a row samples the same token whatever else is in the
+One uniform number decides each token (inverse transform), so a row samples the same token in any
 batch.
 """
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CANDIDATES = 256  # nearly all truncated rows keep fewer tokens than this, and then need no full sort
 OFF = 2**31  # top_k of rows without a limit
 BLOCK = 256
-"""Entries of a distribution that are summed before the one that a uniform number decides is looked for."""
+"""Entries of a distribution per block of sums in the search for the sampled one."""
 LIKE_LENGTH = 0.75
 """Share of the longest chunk's length that every chunk of one attention call must reach."""
 

@@ -40,11 +40,11 @@ class Forward(Protocol):
         """Logits [K, V] of the kept rows; of all rows when `keep_K` is None."""
 
     def lay_out(self) -> None:
-        """Takes up changed weights."""
+        """Repacks the weights after an update."""
 
 
 def forward_of(model: PreTrainedModel, longest: int) -> Forward:
-    """Fastest known forward for a model whose sequences have at most `longest` tokens."""
+    """Fastest forward for a model and sequences of at most `longest` tokens."""
     return DirectForward(model, longest) if family.is_known(model) else ModuleForward(model)
 
 
@@ -54,7 +54,7 @@ class ModuleForward:
     def __init__(self, model: PreTrainedModel) -> None:
         head = model.get_output_embeddings()
         self._model = model
-        # A list of experts reads other rows than those of the forward.
+        # A list of experts reads rows other than the forward's.
         self._linears = {
             name: one
             for name, one in model.named_modules()

@@ -139,7 +139,7 @@ class Pool:
 class KVCache:
     """KV of all sequences, each in a slot of one pool.
 
-    Invariant: storage without KV is zero. Attention multiplies hidden values by 0, and 0 times infinity is no number.
+    Invariant: storage without KV is zero. Attention multiplies hidden values by 0, and 0 times infinity is NaN.
 
     Invariant: the pools store at most `budget_tokens` tokens, plus one layer while they are laid out again. Requires
     that the smallest slots that fit all placed sequences hold at most `budget_tokens` tokens.

@@ -10,7 +10,7 @@ from shoal.net.process import Child, torch_environment
 
 PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
 """Compiled products that an engine keeps: four for each number of rows, and two of attention. With 128 it compiled
-products of a small model anew, in a tenth of its time."""
+products of a small model again, in a tenth of its time."""
 
 
 class EngineChild(Child):

@@ -40,7 +40,7 @@ Top: TypeAlias = tuple[tuple[int, float], ...]
 
 
 class RuledLogits:
-    """Rules of one answer, with what it has so far."""
+    """Rules of one answer, with its tokens so far."""
 
     def __init__(self, rules: LogitRules, matcher: "LLMatcher | None" = None, *, is_trained: bool = False) -> None:
         self.top = rules.top
@@ -51,7 +51,7 @@ class RuledLogits:
         self._matcher = matcher
         self._counted: Counter[int] = Counter()
         self.failed = ""
-        """Why the grammar has given up; empty while it goes on."""
+        """Reason why the grammar failed; empty while it works."""
         self._changes = bool(rules.bias or rules.presence_penalty or rules.frequency_penalty or matcher)
 
     def copy(self) -> "RuledLogits":
@@ -66,7 +66,7 @@ class RuledLogits:
             self.failed = self._matcher.get_error() or "the grammar does not know the token"
 
     def changed(self, logits_V: Tensor, temperature: float) -> Tensor:
-        """The logits that the rules leave, [V]; float32. `temperature` is that of the sampling."""
+        """Logits after the rules, [V]; float32. `temperature` is the sampling's."""
         if not self._changes:
             return logits_V
         left_V = logits_V.float().clone()

@@ -31,7 +31,7 @@ class NamedVersions:
         self.newest: str | None = None
 
     async def start(self, server_name: str) -> None:
-        """Unloads what an ended run left. Raises `ConfigError` for a server that loads no adapters."""
+        """Unloads adapters of an ended run. Raises `ConfigError` for a server that loads no adapters."""
         if not await self._server.takes_adapters():
             raise ConfigError(
                 f"engine.adapters: {server_name} loads no adapters; start it with --enable-lora --max-lora-rank RANK "

@@ -79,7 +79,7 @@ class EnginePool:
 
     @property
     def replicas(self) -> tuple[Replica, ...]:
-        """Replicas in the order in which they joined."""
+        """Replicas in order of joining."""
         return tuple(self._replicas.values())
 
     async def join(self, name: str, engine: PoolEngine) -> None:
@@ -112,7 +112,7 @@ class EnginePool:
                 deadline_s = time.monotonic() + self._check_timeout_s
                 while replica.load and time.monotonic() < deadline_s:
                     await self._change(1.0)
-        finally:  # a run that ends meanwhile knows the replica no more
+        finally:  # a run that ends meanwhile has removed the replica
             replica.return_calls()
             await replica.engine.aclose()
 
@@ -277,7 +277,7 @@ class EnginePool:
                     self._failed(replica, error)
 
     def _failed(self, replica: Replica, error: EngineError) -> None:
-        """Notes a failed request. A replica that fails many in a row rests, if another one is there."""
+        """Notes a failed request. A replica that fails many in a row rests, if there is another one."""
         replica.last_error = self._last_error = str(error)
         replica.failures += 1
         others = (one for one in self._replicas.values() if one is not replica)

@@ -101,7 +101,7 @@ class Replica:
         self.rest()
 
     def rest(self) -> None:
-        """Begins a rest, twice as long as the one before."""
+        """Begins a rest, twice as long as the previous one."""
         self.failures, self.rests = 0, self.rests + 1
         rest_s = min(REST_S * 2.0 ** (self.rests - 1), LONGEST_REST_S)
         self.rests_until_s = asyncio.get_running_loop().time() + rest_s

@@ -57,7 +57,7 @@ class Draft(SequenceState):
     """Tokens other than the target with their logprobs, for each target."""
     logprobs: list[float] = field(default_factory=list)
     rules: RuledLogits | None = None
-    """Rules of the answer; the logprobs of an untrained answer are those of the model itself."""
+    """Rules of the answer; logprobs of an untrained answer are the model's own."""
     forced: list[int] = field(default_factory=list)
     """Indices of sampled tokens; see `Completion.forced`."""
     tops: list[Top] = field(default_factory=list)
@@ -67,7 +67,7 @@ class Draft(SequenceState):
     finish_reason: FinishReason | None = None
     adapter: NamedAdapter | None = None
     routing: list[bytes] = field(default_factory=list)
-    """Experts of each token whose KV was computed here, as it was computed first."""
+    """Experts of each token whose KV was computed here, from its first computation."""
 
     @property
     def marked(self) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""HTTP routes of any engine, in the shape of vLLM's. `routes` has those that only Shoal's own engine serves.
+"""HTTP routes of any engine, in vLLM's form. `routes` has the routes that only Shoal's engine serves.
 
 A request whose client disconnects is cancelled.
 """

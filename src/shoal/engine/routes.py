@@ -1,4 +1,4 @@
-"""The local engine behind HTTP: the common routes of `router`, and those that only this engine has.
+"""The local engine behind HTTP: the common routes of `router`, and its own.
 
 HTTP runs on the event loop and the model in a thread. Requests pass to the thread, and finished requests
 come back a step's worth at a time. A client that disconnects aborts its request. All routes but /health and /metrics
@@ -180,7 +180,7 @@ class EngineServer:
         self._reading.shutdown(cancel_futures=True)
 
     def _deliver(self, loop: asyncio.AbstractEventLoop, finished: list[Request]) -> None:
-        """Hands what a step brought to the event loop; in the engine's thread."""
+        """Passes a step's results to the event loop; runs in the engine's thread."""
         if finished:
             _soon(loop, self._settle, finished)
         if news := [(stream, new) for stream in list(self._streams) if (new := stream.news()) is not None]:

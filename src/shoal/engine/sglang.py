@@ -77,7 +77,7 @@ class SGLang(HttpAdapter):
     adapter_routes = ""
 
     async def abilities(self) -> Abilities:
-        """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
+        """Detects abilities by requesting each needed route, and an invalid pause mode."""
         version = (await self._either(("/server_info", "/get_server_info"), _ServerInfo)).version
         if not await self._client.has_route("/update_weights_from_disk"):
             raise ConfigError(f"engine.urls: SGLang {version} has no /update_weights_from_disk")

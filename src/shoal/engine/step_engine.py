@@ -180,7 +180,7 @@ class StepEngine:
             raise RequestRefused(f"version: {self.version} is served, expected no older one, got {version}")
 
     def load_adapter(self, adapter: NamedAdapter) -> None:
-        """Serves a named adapter from the next step on; running answers under its name go on with it."""
+        """Serves a named adapter from the next step on; running answers under its name continue with it."""
         older = self.adapters.get(adapter.name)
         if older is not None and older.version > adapter.version:
             raise RequestRefused(f"version: {older.version} of {adapter.name!r} is served, got {adapter.version}")

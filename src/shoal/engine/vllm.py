@@ -70,7 +70,7 @@ class VLLM(HttpAdapter):
     _longest = 0
 
     async def abilities(self) -> Abilities:
-        """Detects abilities by requesting each route needed, and a pause mode that no server knows."""
+        """Detects abilities by requesting each needed route, and an invalid pause mode."""
         version = (await self._client.ask("GET", "/version", _Version)).version
         if not await self._client.has_route("/collective_rpc"):
             raise ConfigError(f"engine.urls: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")

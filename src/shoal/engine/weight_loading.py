@@ -60,7 +60,7 @@ def tensors_at(path: Path, checksum: str | None) -> tuple[Path, str, dict[str, T
     """Safetensors file that a path names, its checksum and its tensors, mapped.
 
     The expected checksum is the argument, or else the content of the file `checksum` in its folder. Raises
-    `RequestRefused` for a path that is no regular file, or has a wrong checksum.
+    `RequestRefused` for a path that is not a regular file, or has a wrong checksum.
     """
     try:
         file = weight_file(path)

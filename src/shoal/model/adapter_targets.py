@@ -10,8 +10,8 @@ HEAD = "lm_head"
 def check_targets(targets: Sequence[str], linear: Collection[str], expert: str | None) -> None:
     """Raises `ConfigError` unless each target is the name, or its end, of a linear layer whose weight is not tied.
 
-    A head that is tied to the embedding is none of `linear`: its adapter would be in no checkpoint, because one tensor
-    stands for both. A mixture of experts, with the name of an `expert`, needs targets: adapters do not train experts.
+    `linear` excludes a head that is tied to the embedding: no checkpoint could hold its adapter, because both are one
+    tensor. A mixture of experts, with the name of an `expert`, needs targets: adapters do not train experts.
     """
     if not targets and expert is not None:
         raise ConfigError(

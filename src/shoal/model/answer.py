@@ -141,7 +141,7 @@ def boxed(text: str) -> str | None:
 def stated(text: str) -> str | None:
     """First sentence after the last "answer is", "answer:" or #### that text follows; None without such a mark.
 
-    The word alone is no mark, nor is it one in a wish such as "I hope this answer is clear".
+    The word alone is not a mark, nor in a wish such as "I hope this answer is clear".
 
     >>> stated("First 3. The answer is: 42."), stated("42")
     ('42.', None)

@@ -62,7 +62,7 @@ class ChatRenderer:
         """Tokens that end an assistant's turn; the first one is the template's."""
         self._stops = tuple(tokenizer.decode([stop], skip_special_tokens=False) for stop in stop_token_ids)
         template = tokenizer.chat_template or ""
-        # Channels separate thoughts from answers, as GPT-OSS's; other templates mark thoughts, or know none.
+        # Channels separate thoughts from answers, as in GPT-OSS; other templates mark thoughts, or have none.
         self._channels = CHANNEL in template and BODY in template
         self._marks = next((marks for marks in MARKS if marks[1] in template), None)
         self._base = lru_cache(BASES_KEPT)(self._rendered_base)
@@ -88,7 +88,7 @@ class ChatRenderer:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model has a chat template; a base model has none."""
+        """Whether the model has a chat template; base models lack one."""
         return self._tokenizer.chat_template is not None
 
     @property
@@ -164,7 +164,7 @@ class ChatRenderer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Most characters that one token stands for."""
+        """Maximum characters of one token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def text(self, token_ids: Sequence[int]) -> str:
@@ -294,7 +294,7 @@ class ChatRenderer:
         return self._rendered(before, tools, template, prompt=False)
 
     def _closed(self, text: str) -> list[int]:
-        """Tokens of a bridge, whose close is the stop token by itself.
+        """Tokens of a bridge whose closing token is the stop token.
 
         Merging the close with later text would give another token, and a sampled close would be written twice.
         """

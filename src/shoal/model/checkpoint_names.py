@@ -24,7 +24,7 @@ from transformers.core_model_loading import (
 
 @torch.no_grad()
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of a whole model as `save_pretrained` names and splits them, or as the model itself says."""
+    """Tensors of a whole model, named and split as by `save_pretrained` or by the model's own rules."""
     if (named := getattr(model, "checkpoint_tensors", None)) is not None:
         return cast("dict[str, Tensor]", named(tensors))
     return dict(revert_weight_conversion(model, dict(tensors)))

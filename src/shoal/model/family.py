@@ -1,6 +1,6 @@
 """Llama family: the architectures whose layers Shoal computes itself, without transformers' modules.
 
-Qwen3, the richest of the family, stands for all of it in type annotations.
+Type annotations name Qwen3, which has every feature of the family.
 """
 
 from collections.abc import Sequence

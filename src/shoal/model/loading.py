@@ -32,7 +32,7 @@ HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
 }
 """Values of other arguments that change nothing; None never does."""
 Checkpointing: TypeAlias = bool | Literal["selective"]
-"""Whether layers drop their activations: none, all, or those that are cheap to compute."""
+"""Activations that layers drop: none, all, or the cheap ones."""
 KEPT_OPERATIONS: Final = tuple(
     getattr(torch.ops.aten, name).default
     for name in (
@@ -145,7 +145,7 @@ def load_model(
 def checkpoint_layers(model: PreTrainedModel, kind: Checkpointing) -> None:
     """Has layers drop their activations and compute them again in the backward pass.
 
-    The kind `selective` keeps the outputs of `KEPT_OPERATIONS`, so that only what is cheap is computed again; False
+    The kind `selective` keeps the outputs of `KEPT_OPERATIONS`, so that only cheap operations run again; False
     changes nothing.
     """
     if not kind:

@@ -15,7 +15,7 @@ from shoal.errors import ModelError
 from shoal.net.process import torch_environment
 
 REFUSAL = "refusal.txt"
-"""File of the directory in which a making says why it cannot succeed."""
+"""File in the directory with the reason why making the model failed."""
 UNFINISHED = "unfinished-"
 
 
@@ -68,7 +68,7 @@ def _unfinished(folder: Path) -> tuple[Path, int | None]:
     Some file systems, such as NFS, cannot lock a folder: then the lock is None, and none is removed. Raises `OSError`.
     """
     for left in folder.glob(f"{UNFINISHED}*"):
-        with suppress(OSError):  # raised for a making under way, and where nothing tells whether it is
+        with suppress(OSError):  # raised while a model is being made, and where that is unknown
             lock = _locked(left)
             shutil.rmtree(left, ignore_errors=True)
             os.close(lock)

@@ -37,11 +37,11 @@ class Making:
             self._stream.write("\n")
 
     def now(self, phase: str) -> None:
-        """Sets the phase, which the next line tells."""
+        """Sets the phase, which the next line shows."""
         self._phase = phase
 
     def tell(self, phase: str) -> None:
-        """Sets the phase and tells it at once."""
+        """Sets the phase and shows it at once."""
         self.now(phase)
         self._line()
 

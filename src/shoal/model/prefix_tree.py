@@ -9,7 +9,7 @@ END_LAST = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Row of a prefix tree: the nodes from the root to its end, of which the last ones are its own."""
+    """Row of a prefix tree: the nodes from the root to its end; the last ones belong to it."""
 
     nodes: tuple[int, ...]
     shared: int
@@ -21,13 +21,13 @@ class PrefixTree:
     """Token rows with every common beginning kept once.
 
     A causal model's output at a token depends only on the tokens before it. So a prompt that many rows share, or two
-    equal answers, are computed once. A row's last token is no node, because it predicts nothing.
+    equal answers, are computed once. A row's last token has no node, because it predicts nothing.
     """
 
     tokens: tuple[int, ...]  # [M]
     positions: tuple[int, ...]  # [M] depth
     paths: tuple[Branch, ...]
-    """Paths of the rows that have nodes of their own; every node is the own node of exactly one path."""
+    """Paths of the rows with unshared nodes; every node belongs to exactly one path."""
     node_of: tuple[int, ...]  # [T] node of each token of the rows laid end to end; -1 for the last of each row
 
 

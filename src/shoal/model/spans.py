@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 
 MOST_NATS = 5.0
-"""Largest advantage of a token, in nats either way: a teacher that forbids a span says no more than that."""
+"""Bound on a token's advantage, in nats either way, also for spans that a teacher forbids."""
 
 TokenBytes = Callable[[int], bytes]
 

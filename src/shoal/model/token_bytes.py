@@ -1,4 +1,4 @@
-"""The bytes that each token stands for, which its text cannot give where a character is spread over several tokens."""
+"""The bytes of each token; its text lacks them where several tokens share a character."""
 
 import json
 import re
@@ -39,7 +39,7 @@ class TokenBytes:
         self._of = lru_cache(KEPT)(self._found)
 
     def __call__(self, token: int) -> bytes:
-        """Bytes of one token; those of a special token spell its name."""
+        """Bytes of one token; a special token's spell its name."""
         return self._of(token)
 
     def _found(self, token: int) -> bytes:

@@ -16,14 +16,14 @@ _NAMED = re.compile(r"\s*+([\w.-]++)\[ARGS\]\s*+")
 _BETWEEN = re.compile(r"[; \n]*+")
 _decoder = json.JSONDecoder()
 ILL_FORMED = (ValueError, RecursionError)
-"""Errors of a text that is no well-formed call."""
+"""Errors of malformed calls."""
 
 
 class CallFormat(StrEnum):
     """Formats of tool calls in a template."""
 
     NONE = "none"
-    """The template knows no tools."""
+    """The template has no tools."""
     TAGGED_JSON = "tagged_json"
     """Tags around JSON, `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Qwen 2.5 and 3."""
     TAGGED_PAIRS = "tagged_pairs"

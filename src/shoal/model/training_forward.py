@@ -57,7 +57,7 @@ class JointLinear:
 
     @property
     def first(self) -> nn.Parameter:
-        """First weight, which stands for all in questions of gradients."""
+        """First weight; it represents all in checks of gradients."""
         return self._weights[0]
 
     @torch.no_grad()
@@ -142,7 +142,7 @@ class TrainingForward:
         self.lay_out()
 
     def lay_out(self) -> None:
-        """Takes up the present values of the parameters."""
+        """Repacks the weights after an update of the parameters."""
         for linear in self._linears:
             linear.lay_out()
 

@@ -1,13 +1,13 @@
-"""Copies of a running run to another disk, from which it goes on when its host is lost.
+"""Copies of a running run on another disk, to continue it when its host is lost.
 
     <backup>/backup.json       names, modes and checksums of the run's files; replaced last
     <backup>/objects/<hash>    their bytes, named by their checksum
 
 A copy begins with a stage in the run directory: hard links to checkpoints, then SQLite's snapshot of the log, then
-links to the shards that the snapshot names. So the log has every step of each checkpoint, and every shard is there,
-whatever the run does meanwhile. Objects that the place lacks follow, then `backup.json`; objects that it no longer
-names are removed. A copy that ends at any point leaves the one before it whole. A backup lies in a folder, or behind a
-URL whose protocol fsspec knows.
+links to the shards that the snapshot names. So the log has every step of each checkpoint, and no shard
+disappears during the copy. New objects follow, then `backup.json`; objects that it no longer
+names are removed. An interrupted copy leaves the previous one whole. A backup is a folder, or a
+URL of a protocol of fsspec.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class BackupManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of `backup.json`."""
 
     key: str
-    """Public key of the run, in hex: it says whose the backup is."""
+    """Public key of the run, in hex: it identifies the owner of the backup."""
     files: tuple[BackupFile, ...] = ()
 
 
@@ -63,7 +63,7 @@ class BackupPlace(Protocol):
     """Place of a backup, whose files have names with slashes. Every method raises `OSError`."""
 
     def names(self, folder: str = "") -> set[str]:
-        """Names in a folder; of none when there is no such folder."""
+        """Names in a folder; empty if it does not exist."""
 
     def put(self, source: Path, name: str) -> None:
         """Copies a file there; it has its name once it is whole."""
@@ -100,7 +100,7 @@ class FolderPlace:
 
 
 class UrlPlace:
-    """Place behind a URL, such as `s3://bucket/run`; credentials are those that its package finds."""
+    """Place behind a URL, such as `s3://bucket/run`; its package finds the credentials."""
 
     def __init__(self, url: str) -> None:
         import fsspec  # type: ignore[import-untyped]
@@ -136,7 +136,7 @@ class UrlPlace:
 
 @contextmanager
 def _as_os_error(name: str) -> Iterator[None]:
-    """Raises what goes wrong as `OSError`: each protocol has errors of its own."""
+    """Converts the errors of all protocols to `OSError`."""
     try:
         yield
     except OSError:
@@ -151,7 +151,7 @@ def place_of(where: str) -> BackupPlace:
 
 
 async def keep_backup(run_dir: Path, target: str, every_s: float, trackers: Trackers) -> None:
-    """Copies the run at intervals; a copy that fails is an event, and the run goes on."""
+    """Copies the run at intervals; a failed copy is an event, and the run continues."""
     while True:
         await asyncio.sleep(every_s)
         try:
@@ -161,7 +161,7 @@ async def keep_backup(run_dir: Path, target: str, every_s: float, trackers: Trac
 
 
 def check_backup(run_dir: Path, target: str) -> None:
-    """Raises `RunDirError` for a place that cannot be had, or that has something other than this run's backup.
+    """Raises `RunDirError` for an inaccessible place, or one with anything but this run's backup.
 
     Marks an empty place as this run's.
     """
@@ -204,7 +204,7 @@ def copy_run(run_dir: Path, place: BackupPlace) -> None:
 
 
 def restore(source: str, run_dir: Path) -> None:
-    """Makes a run directory of a backup, from which `--resume` goes on. Raises `RunDirError`; then nothing is left."""
+    """Makes a run directory from a backup, for `--resume`. Raises `RunDirError` and then leaves nothing."""
     if run_dir.exists():
         raise RunDirError(f"restore: expected a new folder, got {run_dir}, which exists")
     unfinished = run_dir.with_name(f"{run_dir.name}.unfinished")
@@ -230,7 +230,7 @@ def restore(source: str, run_dir: Path) -> None:
 
 
 def manifest_of(place: BackupPlace) -> BackupManifest | None:
-    """Manifest of a backup; None where there is none. Raises `OSError`, also for one that cannot be read."""
+    """Manifest of a backup, or None. Raises `OSError`, also for an unreadable one."""
     if MANIFEST not in place.names():
         return None
     with tempfile.TemporaryDirectory() as folder:

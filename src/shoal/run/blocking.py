@@ -16,9 +16,9 @@ T = TypeVar("T")
 
 
 END_S = 12.0
-"""Seconds that a run has for its end once it was told to stop."""
+"""Seconds that a run has to end after a stop signal."""
 INTERRUPTED = 130
-"""Exit status of a process that was told to stop."""
+"""Exit status of a process after a stop signal."""
 
 
 @contextmanager

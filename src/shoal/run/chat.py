@@ -1,4 +1,4 @@
-"""`shoal chat` talks with a model on an engine of its own, without a gateway."""
+"""`shoal chat` talks with a model on a separate engine, without a gateway."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Dialogue:
-    """Messages so far, and the engine that goes on with them."""
+    """Messages so far, and the engine that continues them."""
 
     engine: Engine
     renderer: Renderer
@@ -91,7 +91,7 @@ class Dialogue:
             said += piece.token_ids
             ended = piece.finish_reason is not FinishReason.LENGTH
             text = self.renderer.message(said, prompt_ids).content
-            # A character of several tokens may be half there, and a thought is no answer yet.
+            # A character of several tokens may be incomplete, and a thought is not an answer.
             if text.startswith(shown) and (ended or not text.endswith("\N{REPLACEMENT CHARACTER}")):
                 yield text[len(shown) :]
                 shown = text

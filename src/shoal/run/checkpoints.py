@@ -30,7 +30,7 @@ class CheckpointDue:
         self._saved_s = self.clock()
 
     def after(self, step: int) -> bool:
-        """Tells whether a checkpoint is due at the end of a step, counted from 0."""
+        """Whether a checkpoint is due at the end of a step, counted from 0."""
         waited_s = self.clock() - self._saved_s
         return (step + 1) % self.every_steps == 0 or waited_s >= max(EARLY_S, TIMES_SAVING * self._took_s)
 

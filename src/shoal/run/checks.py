@@ -28,7 +28,7 @@ PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443, "nats": 4222, "tls": 42
 
 
 def check_start(config: Config, *, resume: bool = False) -> None:
-    """Raises a `ShoalError` for a run that cannot begin, whatever its model and tasks."""
+    """Raises a `ShoalError` for a run that cannot begin with any model and tasks."""
     swarm = config.swarm
     sharer_of(swarm.share), taker_of(swarm.take)
     if swarm.servers:

@@ -1,4 +1,4 @@
-"""Evaluations of a run on held-out questions, while it trains; what they cost is compared with training."""
+"""Evaluations of a run on held-out questions, while it trains; their cost is compared with training."""
 
 import asyncio
 import time

@@ -146,7 +146,7 @@ async def generate(
 
 
 async def report_connection(peer: Peer, on_event: Callable[..., None], every_s: float = AWAY_S) -> None:
-    """Reports for ever that no server of the swarm is reached, once it has lasted, and that one is reached again."""
+    """Runs until cancelled: reports a lasting loss of all servers of the swarm, and the reconnection."""
     reached = True
     while True:
         await asyncio.sleep(every_s)

@@ -1,4 +1,4 @@
-"""Signs in a run's steps that it learns nothing, or forgets, each with what to set."""
+"""Signs that a run learns nothing, or forgets, each with the setting to change."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ MOSTLY = 0.5
 KEPT = 0.5
 """Share of the best reward, above the lowest one, below which the reward has collapsed."""
 SURE = 5.0
-"""Standard errors of the fall above which it is no chance."""
+"""Standard errors above which a fall is significant."""
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ def teaches(groups: Sequence[Group], returns: Callable[[Rollout], list[float]], 
 
 
 def remedy(groups: Sequence[Group]) -> str:
-    """Says what to set so that rewards differ, by the rewards and answers of groups whose rewards do not."""
+    """Advice to make rewards differ, from the rewards and answers of groups with equal ones."""
     rollouts = [rollout for group in groups for rollout in group.finished]
     if not any(group.usable for group in groups):
         reasons = Counter(
@@ -86,7 +86,7 @@ def remedy(groups: Sequence[Group]) -> str:
 
 
 def cut_remedy(rollouts: Sequence[Rollout]) -> str:
-    """Says what to set where most answers are cut; empty otherwise."""
+    """Advice where most answers are cut; empty otherwise."""
     share = fmean(map(was_cut, rollouts))
     return f"{share:.0%} of the answers are cut at their end: set rollout.max_tokens higher" if share > MOSTLY else ""
 
@@ -115,7 +115,7 @@ def _answer(rollout: Rollout) -> str:
 
 @dataclass(slots=True)
 class Collapse:
-    """Watcher of the mean reward: it tells once when the reward falls far below the run's best. Pure."""
+    """Watcher of the mean reward: reports once when the reward falls far below the run's best. Pure."""
 
     lr: float
     rewards: list[float] = field(default_factory=list)

@@ -44,7 +44,7 @@ class RunParts:
 
 
 class TrainLoop:
-    """Owner of the steps. Invariant: the log records a step before engines load the weights that came of it."""
+    """Owner of the steps. Invariant: the log records a step before engines load its weights."""
 
     def __init__(self, policy: Policy, parts: RunParts, *, first_step: int, totals: RunTotals | None = None) -> None:
         """`totals` are those of the run's earlier processes."""
@@ -66,7 +66,7 @@ class TrainLoop:
     async def run(self, tasks: asyncio.TaskGroup) -> None:
         """Trains the remaining steps, then waits until engines have loaded the last Version."""
         train, every = self._config.train, self._config.eval.every_steps
-        self._metrics.begin()  # what came before belongs to no step
+        self._metrics.begin()  # earlier numbers belong to no step
         self.evaluations.cost.begin()
         for step in range(self.first_step, train.steps):
             last = step == train.steps - 1
@@ -87,7 +87,7 @@ class TrainLoop:
 
     @property
     def progress(self) -> tuple[int, ...]:
-        """Numbers of which at least one changes when anything moves."""
+        """Counters, of which at least one changes with any progress of the run."""
         return (*self.watch.progress, self.policy.version, len(self.totals.rewards), len(self.totals.evals))
 
     async def recover(self) -> None:

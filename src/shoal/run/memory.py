@@ -22,7 +22,7 @@ SPARE_KV = 2  # pools of slots grow by doubling
 PREFIX_BYTES = 256 * 2**20
 """KV that an engine keeps of ended sequences at most."""
 JOINED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-"""Layers whose weights are joined on a CPU: the joint copy is beside the mapped file."""
+"""Layers whose weights are joined on a CPU: the joint copy adds to the mapped file."""
 OWN_FORWARD = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
 """Models whose layers Shoal computes without transformers' modules (`shoal.model.family`)."""
 BYTES = {"float32": 4, "bfloat16": 2}
@@ -85,7 +85,7 @@ def _trainer(config: Config, prepared: Prepared, shapes: Mapping[str, list[int]]
 def _merged(config: Config, shapes: Mapping[str, list[int]]) -> int:
     """Bytes of the whole model that a run with adapters writes at its end: merged layers, their cast, and the file's.
 
-    Without adapters the memory of the gradient holds what is written.
+    Without adapters the gradient's memory holds the written copy.
     """
     if not config.train.lora.rank:
         return 0
@@ -154,7 +154,7 @@ def _joined(shapes: Mapping[str, list[int]]) -> int:
 
 
 def _multiplied(shapes: Mapping[str, list[int]]) -> int:
-    """Numbers of all weights of products, of which a head that is tied is the embedding."""
+    """Elements of all weights of products; a tied head is the embedding."""
     tied = not any("lm_head" in name for name in shapes)
     return sum(prod(shape) for name, shape in shapes.items() if len(shape) == 2 and (tied or "embed" not in name))
 
@@ -179,7 +179,7 @@ def _adapted(config: Config, shapes: Mapping[str, list[int]]) -> int:
 
 
 def _is_adapted(name: str, shape: list[int], config: Config) -> bool:
-    """Tells whether LoRA adapts a tensor; by default every matrix but the vocabulary's."""
+    """Whether LoRA adapts a tensor; by default every matrix but the vocabulary's."""
     if len(shape) != 2 or not name.endswith(".weight"):
         return False
     targets = config.train.lora.targets

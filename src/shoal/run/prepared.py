@@ -1,4 +1,4 @@
-"""Parts of a run that need no process of their own, and what model files tell of a model without torch."""
+"""Parts of a run that need no process, and facts of model files, read without torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

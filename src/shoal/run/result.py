@@ -25,7 +25,7 @@ class Result:
     reward_last: float
     """Means over the first and the last tenth of the steps."""
     wall_s: float
-    """Seconds of all processes that the run had."""
+    """Seconds of all processes of the run."""
     steps: int
     samples_per_s: float
     """Rollouts that steps consumed, per second of training."""
@@ -42,7 +42,7 @@ class Result:
 
     @property
     def figures(self) -> dict[str, object]:
-        """Values that JSON knows, by name."""
+        """JSON values by name."""
         return {**asdict(self), "run_dir": str(self.run_dir)}
 
     def _repr_html_(self) -> str:

@@ -159,7 +159,7 @@ def changed_settings(config: Config, run_dir: Path) -> list[str]:
 
 
 def write_resolved(config: Config, run_dir: Path) -> None:
-    """Writes the resolved configuration, with credentials in a file of their own. Raises `RunDirError`."""
+    """Writes the resolved configuration, and credentials to a separate file. Raises `RunDirError`."""
     hidden: dict[str, str] = {}
     text = to_toml(config, hidden)
     try:

@@ -74,6 +74,6 @@ async def serve(
 
 
 def _served_name(path: str) -> str:
-    """Name by which clients call a model: its folder's or file's, or the one by which it was asked for."""
+    """Name of a model for clients: its folder's or file's, or the given name."""
     given = Path(path).expanduser()
     return given.resolve().name if given.exists() and path not in EMBEDDED else path

@@ -45,7 +45,7 @@ async def serve_judge(
         rewards = RewardConfig(workers=workers, timeout_s=SCORE_TIMEOUT_S)
         scorer = await stack.enter_async_context(RewardService(rewards))
         judge = Judge(store, identity, specialties, drawer, scorer, rules)
-        judge.ledger()  # committed to before anybody can ask
+        judge.ledger()  # committed before the first request
         async with serving(JudgeServer(judge).app, host, port, per_address=PER_ADDRESS) as url:
             announce(url, f"peer id {judge.peer_id}")
             await until_cancelled()

@@ -14,7 +14,7 @@ async def serve_rewards(
 ) -> None:
     """Scores until it is cancelled. `announce` gets the URL. Raises a `ShoalError`."""
     async with (
-        RewardService(config, log) as service,  # before it listens: what cannot start ends the command
+        RewardService(config, log) as service,  # before it listens: a failed start ends the command
         serving(RewardServer(service, token=token).app, host, port) as url,
     ):
         announce(url)

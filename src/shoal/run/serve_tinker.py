@@ -68,7 +68,7 @@ async def serve_tinker(
 
 
 def _shown(folder: Path) -> Callable[[str, int, Mapping[str, float]], None]:
-    """Each model's steps as a run directory of its own in a folder, for `shoal view`."""
+    """Each model's steps as a separate run directory, for `shoal view`."""
     trackers: dict[str, JsonlTracker] = {}
 
     def on_step(model: str, step: int, values: Mapping[str, float]) -> None:

@@ -1,4 +1,4 @@
-"""Stages of one configuration, one after the other: each begins with the model that the one before it made.
+"""Stages of one configuration, in order: each begins with the model of the previous stage.
 
 <run_dir>/stages/0-sft/            a stage's own run directory, with its model
 <run_dir>/stages/0-sft/done.json   its figures, once it has ended

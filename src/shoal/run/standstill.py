@@ -15,7 +15,7 @@ CHECKS = 8
 FRUITLESS = 3
 """Standstills in a row without a possible action, after which a run ends."""
 STANDSTILLS = 10
-"""Standstills in a row after which a run ends, whatever was done."""
+"""Consecutive standstills after which a run ends in any case."""
 LONGEST_WAITS = 2000
 
 
@@ -25,7 +25,7 @@ async def watch_progress(
     report: Callable[[str], None],
     stall_s: float,
 ) -> None:
-    """Watches `progress` for ever; after `stall_s` without any, acts and reports the action.
+    """Watches `progress` until cancelled; after `stall_s` without any, acts and reports the action.
 
     Raises `StoodStill` after too many standstills in a row.
     """

@@ -116,7 +116,7 @@ def _scorer_values(scorer: Scorer) -> Mapping[str, float]:
 
 
 def _lost_groups(buffer: Buffer) -> dict[str, int]:
-    """Groups lost so far, and the tokens of those, by cause."""
+    """Groups lost so far and their tokens, by cause."""
     counts, wasted = buffer.counts, buffer.wasted_tokens
     return {
         "wasted_tokens": wasted.total(),

@@ -113,7 +113,7 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
 
 
 def trained_rows(rows: Sequence[Placed], config: Config) -> tuple[list[Placed], str]:
-    """Rows whose questions no file of the run holds out, and a sentence about the others. Raises `TaskError`."""
+    """Rows without held-out questions, and a sentence about the omitted ones. Raises `TaskError`."""
     held, name = held_out(config.tasks), "chosen" if isinstance(config.train.loss, DPOLoss) else "messages"
     kept = [(row, where) for row, where in rows if not held.has(_messages(row, name, where))]
     if len(kept) == len(rows):
@@ -195,7 +195,7 @@ def _taught(renderer: ChatRenderer, messages: Sequence[Message], tools: str, whe
 
 
 def _drawn(count: int, most: int, step: int, seed: int) -> list[int]:
-    """Rows of a step: each epoch goes through all rows once, in an order of its own."""
+    """Rows of a step: each epoch has all rows once, newly shuffled."""
 
     def order(epoch: int) -> list[int]:
         return random.Random(seed_for("stage", seed, epoch)).sample(range(count), count)

@@ -75,7 +75,7 @@ class TextTeacher:
         ]
 
     async def _advantages(self, row: Sample) -> list[float | None]:
-        """Advantage of each token; None for those of which the teacher says nothing."""
+        """Advantage of each token; None for tokens without a teacher's logprob."""
         nothing: list[float | None] = [None] * len(row.tokens)
         text = b"".join(map(self._token_bytes, row.tokens)).decode(errors="ignore")
         own_ends = token_ends(row.tokens, self._token_bytes, text)
@@ -143,7 +143,7 @@ def ends_in(text: str, pieces: Sequence[str], logprobs: Sequence[float]) -> list
 
 @asynccontextmanager
 async def text_teacher(train: TrainConfig, renderer: Renderer) -> AsyncIterator[TextTeacher | None]:
-    """Teacher at the URL of `train.teacher`, whose key is in the environment; None for another teacher, or none.
+    """Teacher at the URL of `train.teacher`, with its key from the environment; None without a URL.
 
     Raises `ConfigError` and `EngineUnavailable`.
     """

@@ -29,7 +29,7 @@ RARE = ("[-1]", "[1:]", "*2")
 """Expressions that the embedded model rarely sees, which leaves them for reinforcement learning."""
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HIDDEN = 2
-"""Words in a program's tests besides the shown word."""
+"""Words in a program's tests, in addition to the shown word."""
 
 
 def rows() -> Iterator[dict[str, Json]]:

@@ -255,7 +255,7 @@ def _make(directory: Path, recipe: Recipe, making: Making) -> None:
         for optimizer in optimizers:
             lr = optimizer.defaults["lr"]
             optimizer.param_groups[0]["lr"] = lr * min(1.0, (step + 1) / recipe.warmup_steps) * decay
-        # The order moves the last bits of a model, which its name in the cache does not tell.
+        # The order changes the last bits of a model, and the name in the cache does not contain it.
         batch = sorted(rows[step * recipe.batch : (step + 1) * recipe.batch], key=lambda row: len(row[0]) + len(row[1]))
         lengths = [len(prompt) + len(answer) for prompt, answer in batch]
         tokens_T = torch.tensor([token for prompt, answer in batch for token in (*prompt, *answer)])
