@@ -23,6 +23,7 @@ from shoal.run.devices import Threads
 from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, engines
 from shoal.run.prepared import Prepared, sampling_of
 from shoal.run.rewards import own_scorer
+from shoal.tasks.remote_server import TaskServer
 
 
 @asynccontextmanager
@@ -107,13 +108,14 @@ def orchestrator(
     weights = {name: weights.get(name, 1.0) for name in prepared.environments}
     bounds = BOUNDS if config.rollout.ratios == "automatic" else None
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
-    agents, size, served = _agents(config), config.rollout.group_size, getattr(prepared.service, "task_server", None)
+    agents, size = _agents(config), config.rollout.group_size
+    served: TaskServer | None = getattr(prepared.service, "task_server", None)
     drawn = [
         Source(
             one,
             partial(runner.rollouts, n=size),
             partial(_groups_at_once, one, agents.get(name), size),
-            Health() if served is not None and name in served.served else None,
+            Health() if served is not None and name in served.services else None,
         )
         for name, one in prepared.environments.items()
     ]
