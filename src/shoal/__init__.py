@@ -1,7 +1,7 @@
 """Shoal post-trains language models with reinforcement learning, inside a node and between nodes.
 
     train         one call: a model, tasks and a reward in, a better model out
-    open_policy   a model with its engine and trainer, for a loop of one's own
+    open_policy   a model with its engine and trainer, for a loop of the caller's
     task          makes an environment of a class that draws, perhaps converses and scores
     Question      what an environment asks
     load          the configuration in a TOML file

@@ -22,10 +22,10 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def beside(path: Path) -> list[str]:
+def siblings(path: Path) -> list[str]:
     """Sorted names in the folder of a path; empty if the folder cannot be read.
 
-    >>> beside(Path("/no/such/folder/file.toml"))
+    >>> siblings(Path("/no/such/folder/file.toml"))
     []
     """
     try:

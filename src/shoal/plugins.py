@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import SupportsFloat
 
 from shoal.errors import MOST_LISTED, ConfigError, ShoalError, did_you_mean
-from shoal.files import beside
+from shoal.files import siblings
 
 _LIBRARIES = tuple(
     f"{folder}{os.sep}"
@@ -57,10 +57,10 @@ def own_code(field: str, name: str) -> object:
 def _unfound(module: str, error: FileNotFoundError | ModuleNotFoundError) -> str:
     """Says that the file or module itself is missing, with the nearest name here; empty if another one is missing."""
     if isinstance(error, FileNotFoundError):
-        names = [name for name in beside(Path(module)) if name.endswith(".py")]
+        names = [name for name in siblings(Path(module)) if name.endswith(".py")]
         is_it, sought = str(error.filename) == str(Path(module).resolve()), Path(module).name
     else:
-        names = [name.removesuffix(".py") for name in beside(Path("here")) if name.endswith(".py")]
+        names = [name.removesuffix(".py") for name in siblings(Path("here")) if name.endswith(".py")]
         is_it, sought = error.name == module.partition(".")[0], module
     return f"{'file' if module.endswith('.py') else 'module'} {module} not found{did_you_mean(sought, names)}" * is_it
 

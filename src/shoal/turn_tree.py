@@ -28,7 +28,7 @@ def prompt_ids(turns: Sequence[Turn], index: int, after: int | None = None) -> t
 def turns_of_rows(turns: Sequence[Turn]) -> list[list[int]]:
     """Indices of the turns of each row: every turn that sampled a token is in exactly one row.
 
-    A turn goes on with the row that ends in its parent; where another turn did so before, it begins a row of its own.
+    A turn continues the row that ends in its parent, unless another turn already does; then it begins a new row.
     A turn that sampled nothing ends no row: its children go on from where it did.
     """
     rows: list[list[int]] = []

@@ -127,7 +127,7 @@ def commands(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Sequenc
             yield from commands(inner, (*path, name))
         return
     options = [name for one in command.params for name in one.opts if name.startswith("--") and name != "--help"]
-    yield "WRONG", [name for name in options if name != "--beside"], (*path, "WRONG")
+    yield "WRONG", [name for name in options if name != "--attached"], (*path, "WRONG")
     kinds = inspect.signature(inspect.unwrap(command.callback)).parameters
     for one in command.params:
         found = get_args(kinds[one.name].annotation) if one.name in kinds else ()

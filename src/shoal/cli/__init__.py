@@ -153,8 +153,8 @@ def view(
     host: Annotated[str, typer.Option(help="Beyond loopback the address that is printed has a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 0,
     no_open: Annotated[bool, typer.Option("--no-open", help="Open no browser.")] = False,
-    beside: Annotated[
-        bool, typer.Option("--beside", hidden=True, help="Wait for the run; end with the caller.")
+    attached: Annotated[
+        bool, typer.Option("--attached", hidden=True, help="Wait for the run; end with the caller.")
     ] = False,
 ) -> None:
     """Watch runs on a page: curves, rollouts, tokens, waits."""
@@ -164,7 +164,7 @@ def view(
     from shoal.observe.runs import newest_run
     from shoal.observe.view.server import serve_view
 
-    if beside:
+    if attached:
         die_with_parent()
 
     def announce(url: str) -> None:
@@ -172,8 +172,8 @@ def view(
         if not no_open:
             webbrowser.open(url)
 
-    chosen = [run if beside else existing_run(str(run)) for run in runs or [newest_run(Path("runs"))]]
-    until_stopped(serve_view(chosen, host=host, port=port, announce=announce, waits=beside))
+    chosen = [run if attached else existing_run(str(run)) for run in runs or [newest_run(Path("runs"))]]
+    until_stopped(serve_view(chosen, host=host, port=port, announce=announce, waits=attached))
 
 
 app.command(rich_help_panel=MANY)(run_commands.restore)

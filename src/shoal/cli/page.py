@@ -19,7 +19,7 @@ def page_beside(run_dir: str, wanted: bool) -> Iterator[None]:
     if not wanted:
         yield
         return
-    command = [sys.executable, "-m", "shoal.cli", "view", run_dir, "--beside"]
+    command = [sys.executable, "-m", "shoal.cli", "view", run_dir, "--attached"]
     # A separate session: Ctrl-C must end the run first, so that the page shows how it ended.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:

@@ -125,9 +125,9 @@ async def send_files(client: Client, ticket: str, folder: Path) -> None:
 
 def _ranges(path: Path) -> list[tuple[int, int]]:
     """Offset and size of each stretch of a file that is to be sent."""
-    beside = path.with_name(path.name + RANGES)
-    if beside.exists():
-        return msgspec.json.decode(beside.read_bytes(), type=list[tuple[int, int]])
+    sidecar = path.with_name(path.name + RANGES)
+    if sidecar.exists():
+        return msgspec.json.decode(sidecar.read_bytes(), type=list[tuple[int, int]])
     return [(0, path.stat().st_size)]
 
 

@@ -29,7 +29,7 @@ from shoal.config.swarm import Credit as Credit
 from shoal.config.swarm import SwarmConfig as SwarmConfig
 from shoal.config.tree import MOST_LEVELS, checked, place_of
 from shoal.errors import ConfigError, did_you_mean
-from shoal.files import beside
+from shoal.files import siblings
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
@@ -40,7 +40,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        hint = did_you_mean(path.name, beside(path))
+        hint = did_you_mean(path.name, siblings(path))
         raise ConfigError(f"config file {path} does not exist{hint}") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"config file {path} is not TOML: {error}") from error

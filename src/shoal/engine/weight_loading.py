@@ -67,8 +67,8 @@ def tensors_at(path: Path, checksum: str | None) -> tuple[Path, str, dict[str, T
         if file.exists() and not file.is_file():  # reading a device or a pipe may never end
             raise RequestRefused(f"weights {file}: expected a regular file")
         actual = files.checksum(file)
-        beside = file.with_name("checksum")
-        expected = checksum or (beside.read_text().strip() if beside.is_file() else actual)
+        recorded = file.with_name("checksum")
+        expected = checksum or (recorded.read_text().strip() if recorded.is_file() else actual)
         if actual != expected:
             raise RequestRefused(f"weights {file}: expected checksum {expected}, got {actual}; write them again")
         with safe_open(file, framework="pt") as opened:

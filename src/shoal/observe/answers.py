@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shoal.observe.metrics import Record, number
 from shoal.observe.runs import RunRecords
 
-BESIDE = 32
+LABEL_COLUMNS = 32
 """Columns of a line that its label and its reward take."""
 
 
@@ -39,7 +39,7 @@ def change_lines(run: RunRecords, width: int) -> Iterator[str]:
         right = f"  right: {quoted(one.truth, width // 2 - 8)}" if one.truth else ""
         yield quoted(one.question, width - len(right)) + right
         for label, record in (("before", one.before), ("after", one.after)):
-            yield f"  {label:<6}  {quoted(str(record['answer']), max(8, width - BESIDE))}  {reward_text(record)}"
+            yield f"  {label:<6}  {quoted(str(record['answer']), max(8, width - LABEL_COLUMNS))}  {reward_text(record)}"
 
 
 def quoted(text: str, most: int) -> str:

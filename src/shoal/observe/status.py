@@ -74,8 +74,8 @@ def status_lines(values: dict[str, Any]) -> list[str]:
 
 def warnings_of(run: RunRecords) -> list[str]:
     """Texts of the run's warnings about failures and uninformative steps, each once, the newest last."""
-    told = [str(event.get("reason")) for event in run.events if event.get("name") in WARNINGS]
-    return list(dict.fromkeys(reversed(told)))[:MOST_WARNINGS][::-1]
+    reasons = [str(event.get("reason")) for event in run.events if event.get("name") in WARNINGS]
+    return list(dict.fromkeys(reversed(reasons)))[:MOST_WARNINGS][::-1]
 
 
 def lately(run: RunRecords, name: str, steps: int = LATELY) -> float | None:

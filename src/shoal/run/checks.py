@@ -51,7 +51,7 @@ def check_start(config: Config, *, resume: bool = False) -> None:
 
 
 async def check_functions(services: Sequence[Environment], answers: int) -> None:
-    """Has each reward function score one row's truth, given as often as a group has answers, in a process of its own.
+    """Has each reward function score one row's truth, repeated to a group's size, in a separate process.
 
     Raises `ConfigError` with the cause.
     """

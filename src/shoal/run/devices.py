@@ -1,4 +1,4 @@
-"""Devices assign each process of a run its cores and a GPU of its own, unless the configuration asks for sharing.
+"""Devices assign each process of a run its cores and a separate GPU, unless the configuration asks for sharing.
 
 GPUs are named as in CUDA_VISIBLE_DEVICES. Each child process sees only its own. Without any the CPU computes.
 """

@@ -62,7 +62,7 @@ class OwnEngines:
 
     running: dict[str, tuple[Child, HttpEngine]] = field(default_factory=dict)
     starting: set[str] = field(default_factory=set)
-    """Engines that are starting, which have a deadline of their own."""
+    """Engines that are starting, with a separate deadline."""
 
     async def helped(self) -> list[str]:
         """Resumes paused engines and kills silent ones, which then start again; returns a sentence for each."""

@@ -119,7 +119,7 @@ class Collapse:
 
     lr: float
     rewards: list[float] = field(default_factory=list)
-    told: bool = False
+    reported: bool = False
     _best: float = float("-inf")
     _best_step: int = 0
     _lowest: float = 0.0
@@ -129,7 +129,7 @@ class Collapse:
         self.rewards.append(reward)
         self._lowest = min(self._lowest, reward)
         recent = self.rewards[-STEPS:]
-        if len(recent) < STEPS or self.told:
+        if len(recent) < STEPS or self.reported:
             return ""
         mean = fmean(recent)
         if mean >= self._best:
@@ -139,7 +139,7 @@ class Collapse:
         error = stdev(self.rewards) * sqrt(2 / STEPS)  # of the difference of two such means
         if self._best - mean <= SURE * error:
             return ""
-        self.told = True
+        self.reported = True
         return (
             f"the reward fell from {self._best:.3g} up to step {self._best_step} to {mean:.3g} in the last {STEPS} "
             f"steps; set train.lr below {self.lr:g}, or train.kl.coefficient above 0, and begin anew"

@@ -15,7 +15,7 @@ from shoal.weights.store import FILE
 
 PROGRAM_BYTES = 405_000_000
 """Python, torch and transformers before a model is loaded, measured; the same in engine and trainer."""
-WEIGHT_BYTES = 4  # float32, whatever the engine's
+WEIGHT_BYTES = 4  # float32 in the trainer
 TRAINED_BYTES = 12  # gradient and two moments
 SAMPLED_COPIES = 4  # float32, of the logits that a step of the engine samples from
 SPARE_KV = 2  # pools of slots grow by doubling

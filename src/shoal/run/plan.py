@@ -12,7 +12,7 @@ from shoal.config import Config
 from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, ModelError, did_you_mean
-from shoal.files import beside
+from shoal.files import siblings
 from shoal.model.adapter_targets import check_targets_of_files
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.quantised import SMOLLM2
@@ -54,7 +54,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: st
         run_blocking(check_functions(service.services, config.rollout.group_size))
         if dry:  # in this process: what a task's author opened on this event loop is of no use to a run
             run_blocking(check_scores(service.services, config.rollout.group_size))
-        # A model that must be made or fetched first takes minutes, so all mistakes in tasks are told before.
+        # A model that must be made or fetched first takes minutes, so all mistakes in tasks are reported before.
         model_dir, renderer, max_model_len = ready or _loaded(config)
         prompts = {len(renderer.prompt_ids(task.messages)): task for task in probed}
         _check_lengths(config, prompts, max_model_len)
@@ -89,7 +89,7 @@ def check_model(path: str) -> None:
     if path in (*EMBEDDED, SMOLLM2) or Path(path).expanduser().exists():
         return
     if path.startswith((".", "/", "~")) or path.count("/") != 1:
-        hint = did_you_mean(Path(path).name, [*EMBEDDED, SMOLLM2, *beside(Path(path).expanduser())])
+        hint = did_you_mean(Path(path).name, [*EMBEDDED, SMOLLM2, *siblings(Path(path).expanduser())])
         raise ModelError(
             f"model {path!r} does not exist: expected a model's directory, a .gguf file, a hub name as OWNER/NAME, or "
             f"one of {', '.join((*EMBEDDED, SMOLLM2))}{hint}"

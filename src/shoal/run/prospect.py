@@ -1,4 +1,4 @@
-"""Prospect of a run: some groups of its own tasks, answered and scored as in training, and whether they would teach it.
+"""Prospect of a run: some groups of its tasks, answered and scored as in training, and whether they would teach it.
 
 The groups pass the run's model, engine, sampling, agents, scorers and hooks. Nothing is trained, and no run directory
 is written.

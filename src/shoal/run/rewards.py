@@ -34,7 +34,7 @@ async def own_scorer(
 ) -> AsyncIterator[Scorer]:
     """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`.
 
-    Without workers of its own the run takes scorers that join by `roles`.
+    Without local workers the run takes scorers that join by `roles`.
     """
     async with (ResumableRewards if resumable else RewardService)(config.reward, log) as rewards:
         if roles is not None and rewards.remote is not None:

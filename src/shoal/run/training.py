@@ -91,8 +91,8 @@ async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[st
     ):
         evaluated = await evaluation(tasks, runner, first=True)
     why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}
-    told = {"few_questions": few} if few else {}
-    return {**evaluated.values, **why, **told, "model": str(prepared.model_dir)}
+    shortage = {"few_questions": few} if few else {}
+    return {**evaluated.values, **why, **shortage, "model": str(prepared.model_dir)}
 
 
 async def train(

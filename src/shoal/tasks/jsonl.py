@@ -13,7 +13,7 @@ import msgspec
 from shoal import checker
 from shoal.config import TaskConfig
 from shoal.errors import TaskError, did_you_mean
-from shoal.files import beside
+from shoal.files import siblings
 from shoal.interfaces import Environment
 from shoal.tasks.dataset_formats import NothingToScore, canonical
 from shoal.tasks.holdout import Epochs, check_rewrite, question_of, rewritten
@@ -81,7 +81,7 @@ def rows_of(path: Path) -> Iterator[tuple[int, dict[str, Json]]]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         if isinstance(error, FileNotFoundError):
-            raise TaskError(f"{path}: JSONL file not found{did_you_mean(path.name, beside(path))}") from None
+            raise TaskError(f"{path}: JSONL file not found{did_you_mean(path.name, siblings(path))}") from None
         raise TaskError(f"{path}: expected a JSONL file in UTF-8: {error}") from None
     for number, line in enumerate(lines, 1):
         if line.strip():

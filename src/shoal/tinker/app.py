@@ -273,7 +273,7 @@ class TinkerApp:
         return Response(request.result, media_type=PROTO if is_proto else "application/json")
 
     async def _cancel(self, http: Http, owner: str) -> Response:
-        return json({})  # a request that nobody waits for any more is finished all the same
+        return json({})  # a request is finished even if its client has stopped waiting
 
     async def _weights_info(self, http: Http, owner: str) -> Response:
         checkpoint = self._checkpoint_of((await read(http, r.WeightsInfo)).tinker_path, owner)

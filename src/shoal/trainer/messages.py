@@ -256,7 +256,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     value: StepStats | Logprobs | float
     """Statistics of a `Step`, logprobs of `ComputeLogprobs`, tokens of a micro-batch for `StartTrainer`, norm of the
-    gradient for `OptimStep`; else the seconds that the request took."""
+    gradient for `OptimStep`; otherwise seconds."""
     updates: int = 0
     """Updates that the model of the request has taken."""
 

@@ -47,10 +47,10 @@ class Token:
             return ""
         way = "more likely" if self.gradient > 0 else "less likely" if self.gradient < 0 else "left alone"
         product = self.weight * self.advantage
-        told = f"gradient {self.gradient:+.3g} ({way}) = weight {self.weight:.3g} x advantage {self.advantage:.4g}"
+        terms = f"gradient {self.gradient:+.3g} ({way}) = weight {self.weight:.3g} x advantage {self.advantage:.4g}"
         if product:
-            return f"{told} x {self.gradient / product:.4g} (what the loss makes of ratio {self.ratio:.4g})"
-        return told if not self.gradient else f"{told}, and the rest is of the distance to the reference"
+            return f"{terms} x {self.gradient / product:.4g} (what the loss makes of ratio {self.ratio:.4g})"
+        return terms if not self.gradient else f"{terms}, and the rest is of the distance to the reference"
 
     @property
     def probability(self) -> float:

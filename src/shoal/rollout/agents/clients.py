@@ -31,7 +31,7 @@ import msgspec
 
 from shoal.checker import table_complaint
 from shoal.errors import TaskError, did_you_mean
-from shoal.files import beside
+from shoal.files import siblings
 from shoal.interfaces import Model
 from shoal.net.openai_client import close_clients, session_client
 from shoal.net.process import cores, ended, settled
@@ -133,7 +133,7 @@ def _why_no_command(spec: Named) -> str:
     if shutil.which(program) is None:
         return f"program {program!r} not found on this machine"
     if script.suffix in SCRIPTS and not script.exists():
-        return f"script {str(script)!r} not found{did_you_mean(script.name, beside(script))}"
+        return f"script {str(script)!r} not found{did_you_mean(script.name, siblings(script))}"
     if missing := [name for name in spec.env if name not in os.environ]:
         return f"expected the variable {missing[0]} in the environment, as env names it; it is not set"
     if missing := [path for path in spec.reads if not os.path.exists(path)]:
