@@ -86,7 +86,8 @@ class RankGroup:
         server.open(RankRole, self._joined)
         try:
             with server.added(shelf.routes):
-                await self._full.wait()
+                while len(self._members) < self._count:  # a rank may leave before this task runs again
+                    await self._full.wait()
                 self._started = True
                 order = sorted(self._members, key=self._place)
                 first = self._members[order[0]][0]

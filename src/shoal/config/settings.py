@@ -50,7 +50,7 @@ class ModelConfig(Section):
     @field_validator("dtype")
     @classmethod
     def _choose_dtype(cls, dtype: str, info: ValidationInfo) -> str:
-        """Puts the type in place of `auto`, so that a run goes on with it on another machine."""
+        """Puts the type in place of `auto`, so that resolved.toml says what computed the run."""
         if dtype != "auto":
             return dtype
         return "bfloat16" if multiplies_bfloat16(gpus=info.data.get("device") != "cpu") else "float32"
