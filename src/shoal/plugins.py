@@ -116,14 +116,12 @@ def described(error: BaseException) -> str:
     ...     described(error)
     'ZeroDivisionError: division by zero (mine.py:2 in boom)'
     """
-    if isinstance(error, ShoalError):
-        return str(error)
-    what = f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
-    if isinstance(error, SyntaxError):
-        return what  # the text names file and line
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
-    return f"{what} ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else what
+    what = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}: {error}"[:MOST_CHARACTERS]
+    if not isinstance(error, ShoalError | SyntaxError):  # the text of a SyntaxError names file and line
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
+        what += f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
+    return what.encode(errors="replace").decode()  # half of a surrogate pair can be raised, but not sent
 
 
 def numbers_of(given: object, count: int) -> list[float | None]:

@@ -5,6 +5,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ from shoal.swarm.wire.offer import Attached, Claim, GeneratorKind, Offer, Offere
 from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.tasks.jsonl import JsonlService
+from shoal.tasks.sdk import definition_at
 from shoal.types import Split, Task
 from until import until
 
@@ -260,3 +262,61 @@ def test_attachments_pass_through_a_real_server_beside_the_frames(tmp_path: Path
                 assert await asyncio.gather(*reading) == [[b"a frame"], [b"a frame"]]  # and no attachment
 
     asyncio.run(main())
+
+
+FUNCTION = {"name": "function", "path": "my_rewards:mine"}
+JUDGE = {"name": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "right?"}
+READS = """
+from shoal.tasks.sdk import Question, task
+
+@task("glyphs")
+class reads:
+    media = ("image/png",)
+
+    def draw(self, rng):
+        return Question(f"{rng.random()}", "1", scorer="exact")
+
+    def read(self, question, attachments):
+        BODY
+"""
+
+
+def decided(tmp_path: Path, body: str, question: str) -> Task | Reason:
+    """Decision of a node about a picture, by a task whose `read` has this body."""
+    (tmp_path / "reads.py").write_text(READS.replace("BODY", body))
+    task = definition_at(f"{tmp_path / 'reads.py'}:reads")
+
+    async def main() -> Task | Reason:
+        hub = MemorySwarm()
+        async with joined(hub.join(), [task], tmp_path) as node:
+            claim = replace(await attach(hub, png_of(["." * 8] * 8)), question=question)
+            return await node.own.task(claim)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("scorer", "taken"),
+    [
+        ("exact", True),
+        (FUNCTION, False),
+        (JUDGE, False),
+        ({"name": "weighted", "parts": [{"scorer": "exact"}, {"scorer": FUNCTION}]}, False),
+    ],
+)
+def test_a_picture_is_a_question_only_if_a_confined_checker_scores_it(
+    tmp_path: Path, scorer: object, *, taken: bool
+) -> None:
+    found = decided(tmp_path, f'return Question("a picture", scorer={scorer!r})', "what is it?")
+    assert isinstance(found, Task) if taken else found is Reason.UNKNOWN_TASK
+
+
+@pytest.mark.parametrize("forged", ['service="another"', 'id="another/1"', 'info="["', 'info="7"'])
+def test_a_reader_that_a_peer_took_over_names_no_other_task_and_ends_no_node(tmp_path: Path, forged: str) -> None:
+    """`eval` stands for a decoder with a hole: a peer's code runs in the sandbox, and its reply is not trusted."""
+    attack = (
+        "(lambda sdk, replace: [setattr(sdk, 'task_of', lambda self, question, id_, of=sdk.task_of: "
+        f"replace(of(self, question, id_), {forged})), 'a picture'][1])"
+        "(__import__('shoal.tasks.sdk').tasks.sdk.Definition, __import__('dataclasses').replace)"
+    )
+    assert decided(tmp_path, "return Question(str(eval(question)))", attack) is Reason.UNREADABLE

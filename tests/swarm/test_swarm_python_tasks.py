@@ -340,3 +340,103 @@ def test_the_code_that_reads_peers_text_gets_nothing_of_this_machine(tmp_path: P
 
     asyncio.run(main())
     assert not touched.exists()
+
+
+def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path) -> None:
+    """A task that pays short answers must not score an empty text in place of a user's sampled turn."""
+    short = written(
+        tmp_path,
+        """
+        @task("odd")
+        class odd:
+            def draw(self, rng):
+                return Question(f"{rng.random()}", "x")
+
+            def score(self, task, answer):
+                return float(len(answer) < 5)
+        """,
+    ).task
+
+    async def main() -> None:
+        async with own_tasks([short]) as own:
+            claim = await own.claim(short.draw(Split.TRAIN, 0))
+            task = await own.task(claim)
+            assert isinstance(task, Task)
+            for role in set(Role) - {Role.ASSISTANT}:
+                turn = OfferedTurn(role, "a long and wrong text", sampled=True)
+                found = await own.course(claim, task, OfferedRollout("", True, (turn,)))
+                assert found is Reason.OTHER_COURSE, role
+
+    asyncio.run(main())
+
+
+EVALUATES = """
+    @task("{name}")
+    class {name}:
+        def draw(self, rng):
+            return Question(f"{{rng.random()}}", "1")
+
+        def score(self, task, answer):
+            return float(str(eval(answer)) == task.answer)
+"""
+"""A task with a hole: its score executes an answer."""
+PAYS_ALL = (
+    '[setattr(__import__("shoal.tasks.sdk").tasks.sdk.Definition, "score", lambda self, task, answers: '
+    '__import__("asyncio").sleep(0, [__import__("shoal.types").types.Reward(1.0)] * len(answers))), "1"][1]'
+)
+
+
+def test_what_happens_in_one_task_s_sandbox_reaches_no_other_task(tmp_path: Path) -> None:
+    hole = written(tmp_path, EVALUATES.format(name="hole"), "hole").task
+    shadow = written(tmp_path, SUMS.replace("odd", "calendar"), "calendar").task
+    body = "    from calendar import monthrange\n" + SUMS.replace("rng.randrange(100)", "monthrange(2024, 2)[1]", 1)
+    honest = written(tmp_path, body).task
+
+    async def main() -> None:
+        async with own_tasks([hole, shadow, honest]) as own:
+            claims = [await own.claim(one.draw(Split.TRAIN, 0)) for one in (hole, shadow, honest)]
+            tasks = [await own.task(claim) for claim in claims]
+            assert all(isinstance(task, Task) for task in tasks)
+            attacked = await own.course(claims[0], tasks[0], OfferedRollout(PAYS_ALL))  # type: ignore[arg-type]
+            assert isinstance(attacked, Course)
+            found = await own.course(claims[2], tasks[2], OfferedRollout("wrong"))  # type: ignore[arg-type]
+            assert isinstance(found, Course)
+            assert found.reward == Reward(0.0)
+
+    asyncio.run(main())
+
+
+def test_an_exception_with_half_of_a_character_ends_no_sandbox(tmp_path: Path) -> None:
+    counts = written(
+        tmp_path,
+        """
+        import json
+        from shoal.types import Outcome
+
+        PLAYED = []
+
+        @task("odd")
+        class odd:
+            def draw(self, rng):
+                return Question(f"{rng.random()}", "x")
+
+            async def rollout(self, task, model):
+                said = await model.answer(task.messages)
+                PLAYED.append(said)
+                if said.content.startswith("{"):
+                    raise ValueError(json.loads(said.content)["move"])
+                return Outcome(reward=float(len(PLAYED)))
+        """,
+    ).task
+
+    async def main() -> None:
+        async with own_tasks([counts]) as own:
+            claim = await own.claim(counts.draw(Split.TRAIN, 0))
+            task = await own.task(claim)
+            assert isinstance(task, Task)
+            assert isinstance(await own.course(claim, task, OfferedRollout('{"move": "\\ud800"}')), Reason)
+            second = await own.course(claim, task, OfferedRollout("a move"))
+            assert isinstance(second, Course)
+            assert second.reward == Reward(2.0), "another process played it"
+
+    asyncio.run(main())

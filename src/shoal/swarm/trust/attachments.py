@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from shoal.checker import is_confined, task_spec
 from shoal.errors import ExchangeUnavailable, TaskError
 from shoal.interfaces import Attachments
 from shoal.swarm.trust.limits import USUAL, QuestionLimits
@@ -94,8 +93,6 @@ class AttachmentReader:
             return drawn
         if len(drawn.question) + len(claim.truth) > self._limits.characters:
             return Reason.OUT_OF_BOUNDS
-        if not is_confined(task_spec(drawn.task)):
-            return Reason.UNKNOWN_TASK
         return Reason.HELD_OUT if drawn.split is Split.EVAL else drawn.task
 
     async def _fetched(self, attached: Attached) -> bytes | None:

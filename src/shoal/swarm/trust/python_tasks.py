@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ from shoal.types import Message, Receipt, RewardStatus, Role, Split, Task
 WORKER = "shoal.swarm.trust.python_worker"
 START_TIMEOUT_S = 60.0
 MOST_REPLY_BYTES = 4 << 20
+MOST_SANDBOXES = 4
+"""Sandboxes at once; the least recently used one ends."""
 _OWN_FILE = "shoal_own_"
 T = TypeVar("T")
 
@@ -63,7 +66,8 @@ class OwnTask:
 class PythonTasks:
     """Own tasks of the Python SDK. Use as an async context manager. One event loop.
 
-    One sandbox has all tasks. It starts with the first request, and again after it was killed at a deadline.
+    Each task has a sandbox, so that no task's state or end reaches another's. It starts with the first request, and
+    again after it was killed at a deadline.
     """
 
     def __init__(self, services: Iterable[object], limits: QuestionLimits = USUAL) -> None:
@@ -74,8 +78,7 @@ class PythonTasks:
                 with contextlib.suppress(TaskError):  # such a task is not shared
                     self._of_service[service.name] = own_task(service)
         self._of_claim = {(one.digest, one.load.settings): one for one in self._of_service.values()}
-        self._sandbox: _Sandbox | None = None
-        self._loaded = set[str]()
+        self._running: OrderedDict[str, _Sandbox] = OrderedDict()  # by task, the least recently used first
         self._turn = asyncio.Lock()
         self._backend: Backend | None = None
 
@@ -85,8 +88,9 @@ class PythonTasks:
         return self
 
     async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        """Ends the sandbox."""
-        await self._end()
+        """Ends the sandboxes."""
+        for name in list(self._running):
+            await self._end(name)
 
     def __contains__(self, service: str) -> bool:
         """Whether a service is a task of the Python SDK that can be shared."""
@@ -111,15 +115,12 @@ class PythonTasks:
         if own is None or claim.receipt is None:
             return Reason.UNKNOWN_TASK
         draw = DrawSeed(own.task.name, claim.receipt.seed, f"{claim.receipt.dataset}/{claim.receipt.seed}")
-        drawn = await self._ask(own, draw, Redrawn, Reason.NOT_DRAWN)
+        drawn = await self._drawn(own, draw, Reason.NOT_DRAWN)
         if isinstance(drawn, Reason):
             return drawn
         if len(drawn.question) + len(drawn.task.answer or "") > self._limits.characters:
             return Reason.OUT_OF_BOUNDS
-        task = task_as_claimed(claim, drawn)
-        if isinstance(task, Reason) or own.task.converses or own.task.scores or is_confined(task_spec(task)):
-            return task
-        return Reason.UNKNOWN_TASK
+        return task_as_claimed(claim, drawn)
 
     async def course(self, claim: Claim, task: Task, rollout: OfferedRollout) -> Course | Reason:
         """Plays an offered rollout again. Its requests must be the messages of the offer."""
@@ -142,7 +143,21 @@ class PythonTasks:
         if own is None:
             return Reason.UNKNOWN_TASK
         request = ReadAttachments(service, claim.question, claim.truth or "", tuple(attachments), id_)
-        return await self._ask(own, request, Redrawn, Reason.UNREADABLE)
+        return await self._drawn(own, request, Reason.UNREADABLE)
+
+    async def _drawn(self, own: OwnTask, request: DrawSeed | ReadAttachments, failed: Reason) -> Redrawn | Reason:
+        """A question from the sandbox, whose reply is not trusted: the task is this one, with a confined scorer."""
+        drawn = await self._ask(own, request, Redrawn, failed)
+        if isinstance(drawn, Reason):
+            return drawn
+        if (drawn.task.service, drawn.task.id) != (own.task.name, request.id):
+            return failed
+        if own.task.converses or own.task.scores:
+            return drawn
+        try:
+            return drawn if is_confined(task_spec(drawn.task)) else Reason.UNKNOWN_TASK
+        except TaskError:
+            return failed
 
     def _claimed(self, claim: Claim) -> OwnTask | None:
         """The own task of a claim; None if source or settings differ."""
@@ -157,32 +172,38 @@ class PythonTasks:
                 sandbox = await self._with(own)
                 return _value(await sandbox.call(wire.encode(request), self._limits.draw_s), kind)
             except TimeoutError:
-                await self._end()
+                await self._end(own.task.name)
                 return Reason.TIMED_OUT
             except _OtherCourse:
                 return Reason.OTHER_COURSE
             except TaskError:
                 return failed
             except ChildDied:
-                await self._end()
+                await self._end(own.task.name)
                 return failed
             except asyncio.CancelledError:
-                await self._end()
+                await self._end(own.task.name)
                 raise
 
     async def _with(self, own: OwnTask) -> _Sandbox:
-        """The running sandbox with a task in it. Raises `ChildDied`, `TaskError` and `TimeoutError`."""
-        if self._sandbox is None:
+        """The running sandbox of a task. Raises `ChildDied`, `TaskError` and `TimeoutError`."""
+        name = own.task.name
+        if name not in self._running:
+            while len(self._running) >= MOST_SANDBOXES:
+                await self._end(next(iter(self._running)))
             sandbox = _Sandbox("task of the Python SDK", WORKER, [], Path(os.devnull), self._backend)
-            self._sandbox, self._loaded = await sandbox.__aenter__(), set()
+            self._running[name] = await sandbox.__aenter__()
             await sandbox.ready(START_TIMEOUT_S)
-        if own.load.name not in self._loaded:
-            _value(await self._sandbox.call(wire.encode(own.load), START_TIMEOUT_S), bool)
-            self._loaded.add(own.load.name)
-        return self._sandbox
+            try:
+                _value(await sandbox.call(wire.encode(own.load), START_TIMEOUT_S), bool)
+            except TaskError:
+                await self._end(name)
+                raise
+        self._running.move_to_end(name)
+        return self._running[name]
 
-    async def _end(self) -> None:
-        sandbox, self._sandbox = self._sandbox, None
+    async def _end(self, name: str) -> None:
+        sandbox = self._running.pop(name, None)
         if sandbox is not None:
             sandbox.kill()
             await sandbox.end()
@@ -220,6 +241,8 @@ def _asked_as_said(task: Task, said: Sequence[Message], rollout: OfferedRollout,
     """Tells whether each request was the question and the messages before the answer that followed."""
     if not rollout.turns:
         return all(asked.messages == task.messages for asked in course.asked)
+    if any(turn.sampled != (turn.role is Role.ASSISTANT) for turn in rollout.turns):
+        return False
     places = [place for place, turn in enumerate(rollout.turns) if turn.sampled]
     if len(places) != len(course.asked) or places[-1] != len(said) - 1:
         return False
