@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from shoal.cli import app
 from shoal.config import Config
 from shoal.config.presets import PRESETS, Setting
-from shoal.observe.metrics import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
+from shoal.observe.names import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

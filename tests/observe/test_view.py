@@ -11,8 +11,9 @@ import pytest
 from shoal.errors import RunDirError
 from shoal.model.made_models import cache_directory
 from shoal.model.quantised import name_of
-from shoal.observe.charts import MOST_POINTS, OVERVIEW, drawn, thinned
+from shoal.observe.charts import MOST_POINTS, drawn, thinned
 from shoal.observe.export_extras import extras_of
+from shoal.observe.names import CHARTS
 from shoal.observe.runs import differences, watched
 from shoal.observe.view.prose import visible
 from shoal.observe.view.waits import bottleneck
@@ -51,11 +52,11 @@ def test_the_overview_smooths_over_faint_steps_and_says_model_and_state_in_words
 
 def test_a_chart_is_left_out_only_beside_the_chart_that_it_repeats(tmp_path: Path) -> None:
     run = next(iter(watched([asyncio.run(made(tmp_path / "run", 3))]).values())).records()
-    titles = {one.title for one in drawn(OVERVIEW, {"run": run})}
+    titles = {one.title for one in drawn(CHARTS["overview"], {"run": run})}
     assert "Solved, by task" not in titles
     assert {"Mismatch of engine and trainer, nats", "Answers cut at max_tokens"} <= titles  # equal by chance: both 0
     other = replace(run, steps=tuple({**step, "reward": 0.5} for step in run.steps))
-    assert "Solved, by task" in {one.title for one in drawn(OVERVIEW, {"run": other})}
+    assert "Solved, by task" in {one.title for one in drawn(CHARTS["overview"], {"run": other})}
 
 
 def test_tokens_of_a_model_in_one_file_have_text(

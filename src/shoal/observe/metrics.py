@@ -2,7 +2,7 @@
 
 metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions),
 "answer" (to one held-out question) or "event". `time_s` counts from the run's start, without the time between a
-crash and a resume. `STEP_NAMES` and `EVAL_NAMES` define every number; all trackers use these names.
+crash and a resume. names.toml defines every number; all trackers use these names.
 """
 
 import math
@@ -10,6 +10,7 @@ import os
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,8 +20,8 @@ from pydantic import JsonValue
 from shoal.config import MetricsConfig
 from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError, without_credentials
+from shoal.observe.names import COUNTS, EVAL_NAMES, PARTS, STEP_NAMES
 from shoal.observe.trackers import PROMETHEUS, OtherTracker, TrackedRun, checked_tracker, other_tracker
-from shoal.trainer.messages import STATS_MEANINGS
 
 WARNINGS = frozenset(
     {
@@ -38,93 +39,6 @@ WARNINGS = frozenset(
 """Events that explain why the run does not learn."""
 Record: TypeAlias = Mapping[str, float | str | None]
 _record_decoder = msgspec.json.Decoder(dict[str, int | float | str | None])
-
-STEP_NAMES: Mapping[str, str] = {
-    "version": "Version of the weights that the step began with.",
-    "reward": "Mean reward of the step's finished rollouts.",
-    "reward/<task>": "`reward` of one task.",
-    "solve_rate/<task>": "Share of one task's finished rollouts with a reward of 1 or more.",
-    "staleness_mean": "Mean staleness of the consumed groups, in Versions.",
-    "staleness_max": "Largest staleness of these groups.",
-    "staleness/<versions>": "Consumed groups of that staleness.",
-    "tokens_per_s": "Sampled tokens of consumed rollouts, per second since the step before.",
-    "tokens_per_s/<task>": "`tokens_per_s` of one task.",
-    "samples_per_s": "Rollouts consumed, per second since the step before.",
-    "step_s": "Seconds since the step before.",
-    "engine_busy": "Share of the time that the engine computed, 0..1.",
-    "trainer_busy": "Share of the time that the trainer computed, 0..1.",
-    **STATS_MEANINGS,
-    "ratio_share/<bounds>": "Share of trained tokens with pi_theta / pi_behav between two bounds.",
-    "informative_share": "Share of the groups whose rewards differ, 0..1; with baselines within groups the others "
-    "give no gradient.",
-    "length_mean": "Mean answer length, in tokens.",
-    "cut_share": "Share of finished rollouts whose last answer was cut.",
-    "groups_wait_s": "Seconds of the step that waited for groups.",
-    "train_s": "Seconds that waited for the trainer.",
-    "taught_share": "Share of sampled tokens for which a teacher at a URL gave a logprob.",
-    "teacher_kl": "Mean of log pi_student - log pi_teacher over these tokens, clipped, in nats.",
-    "teacher_s": "Seconds that waited for a teacher at a URL.",
-    "write_s": "Seconds that waited for the Version's files.",
-    "save_s": "Seconds between the steps, for checkpoints and the archive.",
-    "load_s": "Seconds that engines took to load their newest Version.",
-    "gate_closed": "Share of the time in which admission was full or held back by staleness, 0..1.",
-    "waiting": "Finished groups that no step has consumed yet.",
-    "late_tokens": "Tokens that the `mask_tokens` policy took out of the gradient.",
-    "late_tokens/<task>": "`late_tokens` of one task.",
-    "dropped_late": "Groups dropped since the step before, older than max_staleness.",
-    "dropped_late/<task>": "`dropped_late` of one task.",
-    "wasted_tokens": "Tokens of groups dropped since the step before, for any reason.",
-    "wasted_tokens/<task>": "`wasted_tokens` of one task.",
-    "scorer_timed_out": "Answers since the start whose scoring timed out.",
-    "scorer_failed": "Answers since the start that the scorer could not score.",
-    "scorer_restarts": "Worker processes restarted since the start.",
-    "scorer_sandboxes": "Sandboxes used since the start.",
-    "scorer_cached_share": "Share of the answers that had been scored before, 0..1.",
-    "scorer_p50_s": "Median seconds to score one of the latest groups.",
-    "scorer_p99_s": "Its 99th percentile.",
-    "scorer_queue_p50_s": "Median seconds that a group waited for a worker process.",
-    "scorer_queue_p99_s": "Its 99th percentile.",
-    "scorer_run_p50_s": "Median seconds that a worker process took for one answer.",
-    "scorer_run_p99_s": "Its 99th percentile.",
-    "redrawn": "Groups dropped since the step before for equal rewards (dynamic sampling).",
-    "failed": "Groups that failed since the step before, not by the policy's fault.",
-    "external": "Trained groups of peers; of the numbers above, only the trainer's include them.",
-    "external_missing": "Groups of peers by which the step fell short of J.",
-    "reward_external": "Mean reward of the trained answers of peers, by this node's scorer.",
-    "offers_shared": "Groups shared since the step before.",
-    "offers_admitted": "Offers verified since the step before, not yet scored.",
-    "offers_refused": "Frames and offers refused since the step before, for any reason.",
-    "peers": "Peers known.",
-}
-EVAL_NAMES: Mapping[str, str] = {
-    "sampled": "Share of held-out questions with full marks, sampled as in training.",
-    "greedy": "The same, greedily; null when not run.",
-    "sampled_reward": "Mean held-out reward, sampled as in training.",
-    "greedy_reward": "The same, greedily; null when not run.",
-    "pass_at_k": "Share of questions with full marks in one of `eval.samples` answers, if 2 or more.",
-    "questions": "Number of held-out questions.",
-    "unscored": "Answers without a score, left out of the shares.",
-    "sampled/<task>": "`sampled` for one task.",
-    "greedy/<task>": "`greedy` for one task.",
-}
-ANSWER_NAMES: Mapping[str, str] = {
-    "number": "Place among the shown questions; equal numbers are equal questions in every step.",
-    "task": "Name of the task.",
-    "question": "Last message to the model, at most 2,000 characters.",
-    "truth": "The question's truth, if it has one.",
-    "answer": "Last message of the model, sampled as in training.",
-    "reward": "Reward; null for an answer without a score.",
-    "reason": "Reason of a missing reward.",
-}
-COUNTS = frozenset(
-    {"late_tokens", "dropped_late", "wasted_tokens", "redrawn", "failed", "refused_updates"}
-    | {"external", "external_missing", "offers_shared", "offers_admitted", "offers_refused"}
-)
-"""Names that count since the previous step; their sum over the steps is the run's total."""
-
-
-LABELS = {"ratio_share": "bounds", "staleness": "versions"}
-"""Prometheus label of names whose part after the slash is not a task."""
 
 
 def stage(what: str) -> Record:
@@ -218,8 +132,7 @@ class PrometheusTracker:
     """Tracker that serves the newest values at http://127.0.0.1:<port>/metrics, on loopback, from its own registry.
 
     A name becomes `shoal_<name>`, and `<name>/<task>` becomes `shoal_task_<name>{task="<task>"}`. Names in `COUNTS`
-    become counters that end in `_total`. For names in `LABELS` the part after the slash is that label instead of a
-    task.
+    become counters that end in `_total`. For bounds and versions after the slash the label is `bounds` or `versions`.
     """
 
     def __init__(self, port: int) -> None:
@@ -254,7 +167,7 @@ class PrometheusTracker:
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for name, value in self._latest.items():
             where, base, task = _parts(name)
-            label = LABELS.get(base, "task")
+            label = PARTS.get(base, "task")
             full = f"shoal_{'task_' if task and label == 'task' else ''}{where}{base}"
             meaning = STEP_NAMES.get(base) or EVAL_NAMES.get(base) or base
             family = CounterMetricFamily if base in COUNTS else GaugeMetricFamily
@@ -309,7 +222,7 @@ class Trackers:
             other.log(step, known)
 
     def log_answers(self, step: int, answers: Sequence[Record]) -> None:
-        """Records sampled answers to held-out questions, in metrics.jsonl and as tables; see `ANSWER_NAMES`."""
+        """Records sampled answers to held-out questions, in metrics.jsonl and as tables; see `names.ANSWER_NAMES`."""
         for answer in answers:
             self._tell(self._jsonl.write("answer", {"step": step, **answer}))
         for other in self._others:
@@ -334,11 +247,11 @@ class Trackers:
             listener(record)
 
 
-def _settings_of(run_dir: Path) -> dict[str, JsonValue]:
-    """Settings of resolved.toml, which holds no credentials, by dotted name; empty without the file."""
-    path, found = run_dir / "resolved.toml", dict[str, JsonValue]()
-    if path.is_file():
-        mapped(tomllib.loads(path.read_text(encoding="utf-8")), lambda where, value: found.setdefault(where[1:], value))
+def settings_in(text: str) -> dict[str, JsonValue]:
+    """Values of a TOML text by dotted name up to the first parse error; empty if the text is not TOML."""
+    found: dict[str, JsonValue] = {}
+    with suppress(tomllib.TOMLDecodeError, ConfigError):
+        mapped(tomllib.loads(text), lambda where, value: found.setdefault(where[1:], value))
     return found
 
 
@@ -346,7 +259,8 @@ def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Call
     """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
     others: list[Adapter] = []
     try:
-        tracked = TrackedRun(run_dir, _settings_of(run_dir))
+        resolved = run_dir / "resolved.toml"
+        tracked = TrackedRun(run_dir, settings_in(resolved.read_text(encoding="utf-8") if resolved.is_file() else ""))
         for text in settings.trackers:
             kind, _, port = text.partition(":")
             is_served = kind == PROMETHEUS and checked_tracker(text)

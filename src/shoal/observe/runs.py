@@ -1,21 +1,16 @@
 """Reads runs from their directories, also while they are written: metrics.jsonl and the configuration."""
 
 import math
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
 
-from pydantic import JsonValue
-
 from shoal.config import Config, load
-from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError
 from shoal.experience.log import FILE
-from shoal.observe.metrics import Record, number, records_in
+from shoal.observe.metrics import Record, number, records_in, settings_in
 
 METRICS = "metrics.jsonl"
 
@@ -112,18 +107,10 @@ def newest_run(folder: Path) -> Path:
 
 def differences(runs: Mapping[str, RunRecords]) -> list[tuple[str, list[str]]]:
     """The settings that differ between runs, with their value in each."""
-    settings = [_settings(run.config_text) for run in runs.values()]
+    settings = [settings_in(run.config_text) for run in runs.values()]
     names = dict.fromkeys(name for one in settings for name in one if name != "run_dir")
     rows = [(name, [str(one.get(name, "")) for one in settings]) for name in names]
     return [(name, values) for name, values in rows if len(set(values)) > 1]
-
-
-def _settings(text: str) -> dict[str, JsonValue]:
-    """Values by dotted name up to the first parse error; empty if the text is not TOML."""
-    found: dict[str, JsonValue] = {}
-    with suppress(tomllib.TOMLDecodeError, ConfigError):
-        mapped(tomllib.loads(text), lambda where, value: found.setdefault(where[1:], value))
-    return found
 
 
 def _run_of(run_dir: Path, records: Sequence[Record]) -> RunRecords:

@@ -5,41 +5,9 @@ import re
 _SYMBOL = re.compile(r"[^\W\d_]+(?:\^\{?[23]\}?|[23²³])?|[$€£°]")
 _POWER = re.compile(r"(.*?)(?:\^?\{?([23²³])\}?)?", re.DOTALL)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-_SILENT = frozenset(
-    {
-        "a",
-        "an",
-        "the",
-        "of",
-        "per",
-        "in",
-        "is",
-        "are",
-        "was",
-        "be",
-        "it",
-        "its",
-        "there",
-        "them",
-        "they",
-        "total",
-        "all",
-        "altogether",
-        "left",
-        "more",
-        "each",
-        "about",
-        "approximately",
-        "long",
-        "wide",
-        "high",
-        "tall",
-        "old",
-        "away",
-        "x",
-        "y",
-        "n",
-    }
+_SILENT = (
+    "a an the of per in is are was be it its there them they total all altogether left "
+    "more each about approximately long wide high tall old away x y n"
 )
 _NAMES = {
     "mm": "millimeter millimetre",
@@ -66,6 +34,7 @@ _NAMES = {
 }
 _COMPOUNDS = {"mph": "mi h", "kmh": "km h", "kph": "km h", "kmph": "km h", "sq": "square", "cu": "cubic"}
 _POWERS = {"2": "square", "3": "cubic", "²": "square", "³": "cubic"}
+_SILENT_WORDS = frozenset(_SILENT.split())
 _CANONICAL = {other: name for name, others in _NAMES.items() for other in others.split()}
 
 
@@ -84,7 +53,7 @@ def unit_of(text: str) -> tuple[int, frozenset[str]]:
         singular = word[:-1] if len(word) > 3 and word.endswith("s") else word
         if singular in _SCALES:
             scale *= _SCALES[singular]
-        elif word not in _SILENT:
+        elif word not in _SILENT_WORDS:
             words += _COMPOUNDS.get(singular, _CANONICAL.get(singular, singular)).split()
     return scale, frozenset(words)
 

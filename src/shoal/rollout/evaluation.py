@@ -47,7 +47,7 @@ class Evaluation:
     """Scores of equal questions, answered twice, without the answers that no scorer judged."""
 
     values: Mapping[str, float]
-    """Values by the names of `metrics.EVAL_NAMES`; nan where no answer was scored."""
+    """Values by the names of `observe.names.EVAL_NAMES`; nan where no answer was scored."""
     failure: str
     """The most common reason of unscored answers; empty when all were scored."""
     rollouts: Sequence[tuple[Task, Purpose, tuple[Rollout, ...]]] = ()

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from shoal.observe.charts import OVERVIEW, SWARM, Chart, drawn
+from shoal.observe.charts import drawn
+from shoal.observe.names import CHARTS, Chart
 from shoal.observe.runs import RunRecords, moving_average
 
 INK, MUTED, GRID = "#1c2733", "#66727f", "#e6eaee"
@@ -82,7 +83,7 @@ def figures_svg(run: RunRecords) -> list[tuple[str, str, str]]:
 def charts_of(run: RunRecords) -> list[Chart]:
     """The charts of a picture, with those of the swarm if the run had peers."""
     in_swarm = any("peers" in step for step in run.steps)
-    return drawn((*OVERVIEW, *SWARM) if in_swarm else OVERVIEW, {run.name: run})
+    return drawn((*CHARTS["overview"], *(CHARTS["swarm"] if in_swarm else ())), {run.name: run})
 
 
 def _plot(axes: Axes, chart: Chart) -> None:

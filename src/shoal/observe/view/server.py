@@ -36,8 +36,9 @@ from shoal.errors import RunDirError, ShoalError
 from shoal.experience.export import Extras
 from shoal.net.listening import is_loopback, listening_socket
 from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, look, serving, until_cancelled
-from shoal.observe.charts import OVERVIEW, SWARM, WAITS, Chart, drawn
+from shoal.observe.charts import drawn
 from shoal.observe.export_extras import extras_of
+from shoal.observe.names import CHARTS
 from shoal.observe.runs import WatchedRun, differences, watched
 from shoal.observe.status import warnings_of
 from shoal.observe.token_files import trained_tokens
@@ -60,7 +61,6 @@ HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "connect-src 'self'; img-src 'self' data: blob:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
 }
-CHARTS: Mapping[str, Sequence[Chart]] = {"overview": OVERVIEW, "waits": WAITS, "swarm": SWARM}
 MOST_TOKENS = 4000
 """Tokens on one page."""
 SCALES: Mapping[By, str] = {
