@@ -1,5 +1,5 @@
 """Writes the generated parts of docs/: settings (from config/), commands (from cli/), names in metrics.jsonl (from
-metrics.py), layers (from the layer test) and flows (from flow.py).
+names.toml), layers (from the layer test) and flows (from flow.py).
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` exits with 1 when a file would change.
 """

@@ -8,7 +8,7 @@ import msgspec
 from shoal.trainer.messages import STATS_MEANINGS
 
 
-class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MetricName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One name; the head of names.toml explains the fields."""
 
     means: str = ""
@@ -44,9 +44,9 @@ class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Table(msgspec.Struct, forbid_unknown_fields=True):
-    step: dict[str, Named]
-    eval: dict[str, Named]
-    answer: dict[str, Named]
+    step: dict[str, MetricName]
+    eval: dict[str, MetricName]
+    answer: dict[str, MetricName]
     charts: dict[str, tuple[Chart, ...]]
 
 
