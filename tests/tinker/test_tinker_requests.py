@@ -1,9 +1,8 @@
-"""A request of a Tinker server ends only itself: bounds, repeated numbers, and files that an earlier release left."""
+"""A request of a Tinker server ends only itself: bounds, repeated numbers, names and keys."""
 
 import json
 import re
 import sqlite3
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,7 +14,7 @@ import tinker
 from tinker import types
 
 from fuzz_tinker import API, DENSE, POSTS, SPARSE, floats, fuzz, gradients, proto
-from shoal.tinker.store import KEPT_S, MOST_TTL_S, Sampler, Store, owner_of
+from shoal.tinker.store import Sampler, Store
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
 from tinker_server import KEYS, TinkerServer, tinker_serving
 
@@ -240,27 +239,6 @@ def test_no_file_holds_a_key(server: TinkerServer, service: tinker.ServiceClient
     trained(service)
     for path in server.folder.rglob("*"):
         assert not path.is_file() or KEYS[0].encode() not in path.read_bytes(), path
-
-
-EARLIER = Path(__file__).with_name("earlier.sql")
-
-
-def test_a_file_of_an_earlier_release_is_brought_up(tmp_path: Path) -> None:
-    path = tmp_path / "server.sqlite"
-    with closing(sqlite3.connect(path)) as earlier:
-        earlier.executescript(EARLIER.read_text())
-        now = time.time()
-        earlier.execute("INSERT INTO sessions VALUES ('s', 'tml-plain-key', ?)", (now,))
-        earlier.execute("INSERT INTO checkpoints VALUES ('p', 'm', 'training', 'f', ?, 1, 1, ?)", (now, now + 1e15))
-        earlier.commit()
-    for _ in range(2):
-        store = Store(path)
-        assert store.sessions(owner_of("tml-plain-key")) == ["s"]
-        (checkpoint,) = store.checkpoints("m")
-        assert checkpoint.expires == pytest.approx(now + MOST_TTL_S)
-        store.forget(now - KEPT_S)
-        store.close()
-    assert b"tml-plain-key" not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
 
 
 def test_the_newest_loose_weights_of_every_session_stay(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
+from typing import TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -22,12 +23,13 @@ from shoal.net.zstd import decompressed
 from shoal.tinker import requests as r
 from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, page
 from shoal.tinker.data import MOST_ROWS
-from shoal.tinker.requests import read
 from shoal.tinker.sampling import checked
 from shoal.tinker.service import TinkerService, new_id
 from shoal.tinker.store import Sampler, SavedWeights, StoredModel, owner_of
 from shoal.tinker.training import LoadBody, Saving
 from shoal.trainer.messages import Adapter
+
+T = TypeVar("T")
 
 POLL_S = 30.0
 PROTO = "application/x-protobuf"
@@ -42,6 +44,7 @@ MOST_OPEN = 64
 """Models of one key that are not unloaded."""
 
 Handler = Callable[[Http, str], Awaitable[Response]]
+"""Answers a request of a client, who is known by an owner's digest."""
 
 
 class TinkerApp:
@@ -50,87 +53,92 @@ class TinkerApp:
     def __init__(self, service: TinkerService, keys: tuple[str, ...]) -> None:
         self._service, self._store = service, service.store
         self._owners = {key.encode(): owner_of(key) for key in keys}
-        post, get = ["POST"], ["GET"]
-        routes: list[tuple[str, Handler, list[str]]] = [
-            ("healthz", self._health, get),
-            ("client/config", self._config, post),
-            ("client/dynamic_config", self._dynamic_config, post),
-            ("telemetry", self._telemetry, post),
-            ("get_server_capabilities", self._capabilities, get),
-            ("create_session", self._create_session, post),
-            ("session_heartbeat", self._heartbeat, post),
-            ("create_model", self._create_model, post),
-            ("unload_model", self._unload, post),
-            ("get_info", self._info, post),
-            ("forward_backward", self._forward_backward, post),
-            ("optim_step", self._optim_step, post),
-            ("save_weights", self._save, post),
-            ("save_weights_for_sampler", self._save_for_sampler, post),
-            ("load_weights", self._load, post),
-            ("create_sampling_session", self._create_sampler, post),
-            ("asample", self._sample, post),
-            ("retrieve_future", self._future, post),
-            ("cancel_future", self._cancel, post),
-            ("weights_info", self._weights_info, post),
-            ("samplers/{id}", self._sampler_info, get),
-            ("sequences/{id:path}", self._versions, get),
-            ("sessions", self._sessions, get),
-            ("sessions/{id}", self._session, get),
-            ("sessions/{id}/finish", self._finish, post),
-            ("training_runs", self._runs, get),
-            ("training_runs/{id}", self._run, get),
-            ("training_runs/{id}/checkpoints", self._run_checkpoints, get),
-            ("training_runs/{id}/checkpoints/{checkpoint:path}/ttl", self._set_ttl, ["PUT", "POST"]),
-            ("training_runs/{id}/checkpoints/{checkpoint:path}", self._delete, ["DELETE"]),
-            ("checkpoints", self._checkpoints, get),
+        run, checkpoint = "training_runs/{id}", "training_runs/{id}/checkpoints/{checkpoint:path}"
+        routes = [
+            self._fixed("client/config", CLIENT_CONFIG),
+            self._fixed("client/dynamic_config", {"refresh_interval_sec": 3600}),
+            self._fixed("cancel_future", {}),  # a request is finished even if its client has stopped waiting
+            self._post("create_session", r.CreateSession, self._create_session),
+            self._post("session_heartbeat", r.Heartbeat, self._heartbeat),
+            self._post("create_model", r.CreateModel, self._create_model),
+            self._post("unload_model", r.OfModel, self._unload),
+            self._post("get_info", r.OfModel, self._info),
+            self._post("optim_step", r.OptimStepBody, self._optim_step),
+            self._post("save_weights", r.SaveWeights, self._save),
+            self._post("save_weights_for_sampler", r.SaveForSampler, self._save_for_sampler),
+            self._post("load_weights", r.LoadWeights, self._load),
+            self._post("create_sampling_session", r.CreateSampler, self._create_sampler),
+            self._post("weights_info", r.WeightsInfo, self._weights_info),
+            self._get("get_server_capabilities", self._capabilities),
+            self._get("samplers/{id}", self._sampler_info),
+            self._get("sequences/{id:path}", self._versions),
+            self._get("sessions", self._sessions),
+            self._get("sessions/{id}", self._session),
+            self._get("training_runs", self._runs),
+            self._get(run, self._run),
+            self._get(f"{run}/checkpoints", self._run_checkpoints),
+            self._get("checkpoints", self._checkpoints),
+            self._route("telemetry", self._telemetry),
+            self._route("forward_backward", self._forward_backward),
+            self._route("asample", self._sample),
+            self._route("retrieve_future", self._future),
+            self._route("sessions/{id}/finish", self._finish),
+            self._route(f"{checkpoint}/ttl", self._set_ttl, "PUT", "POST"),
+            self._route(checkpoint, self._delete, "DELETE"),
+            Route("/api/v1/healthz", lambda _: json({"status": "ok"})),
         ]
-        self.app = Starlette(
-            routes=[
-                Route(f"/api/v1/{path}", self._known(handler), methods=methods) for path, handler, methods in routes
-            ],
-            exception_handlers={**HANDLERS, ClientDisconnect: gone},
-        )
+        self.app = Starlette(routes=routes, exception_handlers={**HANDLERS, ClientDisconnect: gone})
 
-    def _known(self, handler: Handler) -> Callable[[Http], Awaitable[Response]]:
-        async def checked(http: Http) -> Response:
-            given = http.headers.get("x-api-key", "")
-            known = (owner for key, owner in self._owners.items() if hmac.compare_digest(key, given.encode()))
-            owner = next(known, None)
-            if owner is None and handler != self._health:
+    def _route(self, path: str, handler: Handler, *methods: str) -> Route:
+        """Route whose client must give a key; POST without `methods`."""
+
+        async def known(http: Http) -> Response:
+            given = http.headers.get("x-api-key", "").encode()
+            owner = next((owner for key, owner in self._owners.items() if hmac.compare_digest(key, given)), None)
+            if owner is None:
                 raise Refused(HTTPStatus.UNAUTHORIZED, "expected one of the server's keys as X-API-Key")
-            return await handler(http, owner or "")
+            return await handler(http, owner)
 
-        return checked
+        return Route(f"/api/v1/{path}", known, methods=methods or ["POST"])
 
-    async def _health(self, http: Http, owner: str) -> Response:
-        return json({"status": "ok"})
+    def _post(self, path: str, kind: type[T], answer: Callable[[T, str], object]) -> Route:
+        """Route with a JSON body; `answer` gets the body and the owner."""
 
-    async def _config(self, http: Http, owner: str) -> Response:
-        return json(CLIENT_CONFIG)
+        async def handle(http: Http, owner: str) -> Response:
+            return json(answer(decoded(await body(http, r.MOST_JSON_BYTES), kind), owner))
 
-    async def _dynamic_config(self, http: Http, owner: str) -> Response:
-        return json({"refresh_interval_sec": 3600})
+        return self._route(path, handle)
+
+    def _get(self, path: str, answer: Callable[[Http, str], object]) -> Route:
+        async def handle(http: Http, owner: str) -> Response:
+            return json(answer(http, owner))
+
+        return self._route(path, handle, "GET")
+
+    def _fixed(self, path: str, answer: object) -> Route:
+        async def handle(http: Http, owner: str) -> Response:
+            return json(answer)
+
+        return self._route(path, handle)
 
     async def _telemetry(self, http: Http, owner: str) -> Response:
         await body(http, r.MOST_BYTES)
         return json({"status": "accepted"})
 
-    async def _capabilities(self, http: Http, owner: str) -> Response:
+    def _capabilities(self, http: Http, owner: str) -> object:
         models = [{"model_name": name, "trainable": True, "sampleable": True} for name in self._service.settings.bases]
-        return json({"supported_models": models})
+        return {"supported_models": models}
 
-    async def _create_session(self, http: Http, owner: str) -> Response:
-        await read(http, r.CreateSession)
+    def _create_session(self, request: r.CreateSession, owner: str) -> object:
         session = new_id("session")
         self._store.add_session(session, owner)
-        return json({"type": "create_session", "session_id": session})
+        return {"type": "create_session", "session_id": session}
 
-    async def _heartbeat(self, http: Http, owner: str) -> Response:
-        self._session_of((await read(http, r.Heartbeat)).session_id, owner)
-        return json({"type": "session_heartbeat"})
+    def _heartbeat(self, request: r.Heartbeat, owner: str) -> object:
+        self._session_of(request.session_id, owner)
+        return {"type": "session_heartbeat"}
 
-    async def _create_model(self, http: Http, owner: str) -> Response:
-        request = await read(http, r.CreateModel)
+    def _create_model(self, request: r.CreateModel, owner: str) -> object:
         session = self._session_of(request.session_id, owner)
         adapter = None
         if (lora := request.lora_config) is not None:
@@ -141,7 +149,7 @@ class TinkerApp:
 
     def _created(
         self, session: str, seq_id: int, base: str, adapter: str | None, folder: str, optimizer: bool
-    ) -> Response:
+    ) -> dict[str, str]:
         model_id, owner = f"{session}:train:{seq_id}", self._store.owner(session) or ""
         if self._store.model(model_id) is None and self._store.open_models(owner) >= MOST_OPEN:
             raise Refused(HTTPStatus.TOO_MANY_REQUESTS, f"expected at most {MOST_OPEN} models of a key; unload one")
@@ -150,16 +158,16 @@ class TinkerApp:
             self._store.add_model(model_id, session, *given)
             return self._promise(model_id, 0, "create", msgspec.json.encode(given))
 
-    async def _unload(self, http: Http, owner: str) -> Response:
-        model = self._model_of((await read(http, r.OfModel)).model_id, owner)
-        return json({"request_id": self._service.submit(f"{model.id}/unload", model.id, "unload", b"")})
+    def _unload(self, request: r.OfModel, owner: str) -> object:
+        model = self._model_of(request.model_id, owner)
+        return {"request_id": self._service.submit(f"{model.id}/unload", model.id, "unload", b"")}
 
-    async def _info(self, http: Http, owner: str) -> Response:
-        model = self._model_of((await read(http, r.OfModel)).model_id, owner)
-        adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
+    def _info(self, request: r.OfModel, owner: str) -> object:
+        model = self._model_of(request.model_id, owner)
+        adapter = model.lora
         data = {"model_name": model.base, "tokenizer_id": str(self._service.settings.bases[self._base(model.base)])}
         info = {"model_id": model.id, "model_data": data, "model_name": model.base, "is_lora": adapter is not None}
-        return json(info | {"lora_rank": None if adapter is None else adapter.rank, "type": "get_info"})
+        return info | {"lora_rank": None if adapter is None else adapter.rank, "type": "get_info"}
 
     async def _forward_backward(self, http: Http, owner: str) -> Response:
         data = await body(http, r.MOST_BYTES)
@@ -174,15 +182,13 @@ class TinkerApp:
             raise Refused(HTTPStatus.BAD_REQUEST, f"data: expected at most {MOST_ROWS} rows, got {message.rows}")
         if message.seq_id < 1:
             raise Refused(HTTPStatus.BAD_REQUEST, f"seq_id: expected at least 1, got {message.seq_id}")
-        return self._promise(model.id, message.seq_id, "forward_backward", data)
+        return json(self._promise(model.id, message.seq_id, "forward_backward", data))
 
-    async def _optim_step(self, http: Http, owner: str) -> Response:
-        request = await read(http, r.OptimStepBody)
+    def _optim_step(self, request: r.OptimStepBody, owner: str) -> object:
         model = self._model_of(request.model_id, owner)
         return self._promise(model.id, request.seq_id, "optim_step", msgspec.json.encode(request.adam()))
 
-    async def _save(self, http: Http, owner: str) -> Response:
-        request = await read(http, r.SaveWeights)
+    def _save(self, request: r.SaveWeights, owner: str) -> object:
         model = self._model_of(request.model_id, owner)
         path = f"tinker://{model.id}/weights/{checked_name(request.path, request.seq_id)}"
         is_new = self._store.request(f"{model.id}/{request.seq_id}") is None
@@ -191,8 +197,7 @@ class TinkerApp:
         saving = Saving(path, None, request.ttl_seconds)
         return self._promise(model.id, request.seq_id, "save", msgspec.json.encode(saving))
 
-    async def _save_for_sampler(self, http: Http, owner: str) -> Response:
-        request = await read(http, r.SaveForSampler)
+    def _save_for_sampler(self, request: r.SaveForSampler, owner: str) -> object:
         model = self._model_of(request.model_id, owner)
         if request.sampling_session_seq_id is not None and request.path is None:
             saving = Saving(sampler_id=f"{model.session}:sample:{request.sampling_session_seq_id}")
@@ -201,8 +206,7 @@ class TinkerApp:
             saving = Saving(path, None, request.ttl_seconds)
         return self._promise(model.id, request.seq_id, "save_for_sampler", msgspec.json.encode(saving))
 
-    async def _load(self, http: Http, owner: str) -> Response:
-        request = await read(http, r.LoadWeights)
+    def _load(self, request: r.LoadWeights, owner: str) -> object:
         checkpoint = self._checkpoint_of(request.path, owner)
         if checkpoint.kind != "training":
             raise Refused(HTTPStatus.BAD_REQUEST, f"path: expected weights of save_state, got {request.path}")
@@ -221,13 +225,12 @@ class TinkerApp:
         stored = LoadBody(request.path, checkpoint.folder, request.optimizer)
         return self._promise(model.id, request.seq_id, "load", msgspec.json.encode(stored))
 
-    async def _create_sampler(self, http: Http, owner: str) -> Response:
-        request = await read(http, r.CreateSampler)
+    def _create_sampler(self, request: r.CreateSampler, owner: str) -> object:
         session = self._session_of(request.session_id, owner)
         sampler = self._new_sampler(
             session, request.sampling_session_seq_id, request.model_path, request.base_model, owner
         )
-        return json({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def _new_sampler(self, session: str, seq_id: int, path: str | None, base: str | None, owner: str) -> Sampler:
         folder, version = "", 0
@@ -257,7 +260,7 @@ class TinkerApp:
         return json({"request_id": request_id, "sample_sequence_ids": names})
 
     async def _future(self, http: Http, owner: str) -> Response:
-        request_id = (await read(http, r.Retrieve)).request_id
+        request_id = decoded(await body(http, r.MOST_JSON_BYTES), r.Retrieve).request_id
         target = request_id.rpartition("/")[0]
         if self._store.model(target) is not None:
             self._model_of(target, owner, closed=True)
@@ -272,24 +275,21 @@ class TinkerApp:
         is_proto = request.state == "done" and request.kind in ("sample", "forward_backward")
         return Response(request.result, media_type=PROTO if is_proto else "application/json")
 
-    async def _cancel(self, http: Http, owner: str) -> Response:
-        return json({})  # a request is finished even if its client has stopped waiting
-
-    async def _weights_info(self, http: Http, owner: str) -> Response:
-        checkpoint = self._checkpoint_of((await read(http, r.WeightsInfo)).tinker_path, owner)
+    def _weights_info(self, request: r.WeightsInfo, owner: str) -> object:
+        checkpoint = self._checkpoint_of(request.tinker_path, owner)
         model = self._store.model(checkpoint.model)
         assert model is not None
-        adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
+        adapter = model.lora
         info = {"base_model": model.base, "is_lora": adapter is not None, "train_unembed": False}
         if adapter is not None:
             info |= {"lora_rank": adapter.rank, "train_mlp": adapter.mlp, "train_attn": adapter.attention}
-        return json(info)
+        return info
 
-    async def _sampler_info(self, http: Http, owner: str) -> Response:
+    def _sampler_info(self, http: Http, owner: str) -> object:
         sampler = self._sampler_of(http.path_params["id"], owner)
-        return json({"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None})
+        return {"sampler_id": sampler.id, "base_model": sampler.base, "model_path": sampler.path or None}
 
-    async def _versions(self, http: Http, owner: str) -> Response:
+    def _versions(self, http: Http, owner: str) -> object:
         request_id, _, number = http.path_params["id"].rpartition("/")
         sampler = self._sampler_of(request_id.rpartition("/")[0], owner)
         request = self._store.request(request_id)
@@ -299,15 +299,15 @@ class TinkerApp:
         if PLACE.fullmatch(number) is None or int(number) >= len(found):
             raise Refused(HTTPStatus.NOT_FOUND, "sequence_id: unknown, or not sampled yet")
         count = len(found[int(number)].tokens) // 4  # int32
-        return json({"versions": [sampler.version] * count})
+        return {"versions": [sampler.version] * count}
 
-    async def _sessions(self, http: Http, owner: str) -> Response:
-        return json({"sessions": self._store.sessions(owner)})
+    def _sessions(self, http: Http, owner: str) -> object:
+        return {"sessions": self._store.sessions(owner)}
 
-    async def _session(self, http: Http, owner: str) -> Response:
+    def _session(self, http: Http, owner: str) -> object:
         session = self._session_of(http.path_params["id"], owner)
         models = [model.id for model in self._store.models(session)]
-        return json({"training_run_ids": models, "sampler_ids": [s.id for s in self._store.samplers(session)]})
+        return {"training_run_ids": models, "sampler_ids": [s.id for s in self._store.samplers(session)]}
 
     async def _finish(self, http: Http, owner: str) -> Response:
         session = self._session_of(http.path_params["id"], owner)
@@ -316,15 +316,15 @@ class TinkerApp:
             self._service.submit(f"{model.id}/unload", model.id, "unload", b"")
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
-    async def _runs(self, http: Http, owner: str) -> Response:
+    def _runs(self, http: Http, owner: str) -> object:
         runs = [self._described(model, owner) for s in self._store.sessions(owner) for model in self._store.models(s)]
-        return json({"training_runs": page(http, runs), "cursor": cursor(http, len(runs))})
+        return {"training_runs": page(http, runs), "cursor": cursor(http, len(runs))}
 
-    async def _run(self, http: Http, owner: str) -> Response:
-        return json(self._described(self._model_of(http.path_params["id"], owner, closed=True), owner))
+    def _run(self, http: Http, owner: str) -> object:
+        return self._described(self._model_of(http.path_params["id"], owner, closed=True), owner)
 
     def _described(self, model: StoredModel, owner: str) -> dict[str, object]:
-        adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
+        adapter = model.lora
         last = {c.kind: checkpoint(c) for c in self._store.checkpoints(model.id)}
         return {
             "training_run_id": model.id,
@@ -337,18 +337,18 @@ class TinkerApp:
             "last_sampler_checkpoint": last.get("sampler"),
         }
 
-    async def _run_checkpoints(self, http: Http, owner: str) -> Response:
+    def _run_checkpoints(self, http: Http, owner: str) -> object:
         model = self._model_of(http.path_params["id"], owner, closed=True)
-        return json({"checkpoints": [checkpoint(c) for c in self._store.checkpoints(model.id)]})
+        return {"checkpoints": [checkpoint(c) for c in self._store.checkpoints(model.id)]}
 
-    async def _checkpoints(self, http: Http, owner: str) -> Response:
+    def _checkpoints(self, http: Http, owner: str) -> object:
         models = [model for session in self._store.sessions(owner) for model in self._store.models(session)]
         found = [checkpoint(c) for model in models for c in self._store.checkpoints(model.id)]
-        return json({"checkpoints": page(http, found), "cursor": cursor(http, len(found))})
+        return {"checkpoints": page(http, found), "cursor": cursor(http, len(found))}
 
     async def _set_ttl(self, http: Http, owner: str) -> Response:
         checkpoint = self._named(http, owner)
-        ttl = (await read(http, r.SetTtl)).ttl_seconds
+        ttl = decoded(await body(http, r.MOST_JSON_BYTES), r.SetTtl).ttl_seconds
         expires = None if ttl is None else datetime.now(UTC).timestamp() + ttl
         self._store.set_expiry(checkpoint.path, expires)
         return json({})
@@ -360,10 +360,8 @@ class TinkerApp:
     def _named(self, http: Http, owner: str) -> SavedWeights:
         return self._checkpoint_of(f"tinker://{http.path_params['id']}/{http.path_params['checkpoint']}", owner)
 
-    def _promise(self, model_id: str, seq_id: int, kind: str, data: bytes) -> Response:
-        return json(
-            {"request_id": self._service.submit(f"{model_id}/{seq_id}", model_id, kind, data), "model_id": model_id}
-        )
+    def _promise(self, model_id: str, seq_id: int, kind: str, data: bytes) -> dict[str, str]:
+        return {"request_id": self._service.submit(f"{model_id}/{seq_id}", model_id, kind, data), "model_id": model_id}
 
     def _base(self, name: str) -> str:
         if name not in self._service.settings.bases:

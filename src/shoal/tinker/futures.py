@@ -57,7 +57,7 @@ class Futures:
 
 
 def stored(request: StoredRequest, kind: type[T]) -> T:
-    """Stored body of a request. Raises `RequestRefused` for one that an earlier release took and this one does not."""
+    """Stored body of a request. Raises `RequestRefused` for a body that cannot be read."""
     try:
         return msgspec.json.decode(request.body, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

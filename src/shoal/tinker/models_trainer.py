@@ -7,8 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-import msgspec
-
 from shoal.config import ModelConfig
 from shoal.errors import EngineError, RequestRefused
 from shoal.tinker.store import StoredModel
@@ -16,7 +14,6 @@ from shoal.trainer.messages import (
     Accumulate,
     Accumulated,
     Adam,
-    Adapter,
     Close,
     Done,
     Gradient,
@@ -80,8 +77,7 @@ class ModelsTrainer:
         """Opens a model from its state on disk, or as its base is."""
         if model.base not in self._bases:
             raise RequestRefused(f"base_model: expected one of {', '.join(self._bases)}; got {model.base!r}")
-        adapter = None if model.adapter is None else msgspec.json.decode(model.adapter, type=Adapter)
-        await self.ask(Open(model.id, str(self._bases[model.base]), self._model_json, adapter))
+        await self.ask(Open(model.id, str(self._bases[model.base]), self._model_json, model.lora))
         if model.folder:
             try:
                 await self.ask(LoadCheckpoint(model.folder, model.id, model.optimizer))

@@ -6,16 +6,15 @@ a second; the package's own pydantic types took 46 s for 8 MiB of empty chunks.
 
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from msgspec import Meta, Raw
-from starlette.requests import Request as Http
 
 from shoal.engine.protocol import MAX_BODY_BYTES
-from shoal.net.server import Refused, body, decoded
+from shoal.net.server import Refused, decoded
 from shoal.tinker.store import MOST_TTL_S
 from shoal.trainer.messages import Adam
 from shoal.types import MOST_TOP_K
@@ -43,8 +42,6 @@ Ttl = Annotated[int, Meta(ge=0, le=MOST_TTL_S)]
 Ranked = Annotated[int, Meta(ge=0, le=MOST_RANKED)]
 Order = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 """Number of a request among its model's; the creation has 0."""
-
-T = TypeVar("T")
 
 
 class _Untyped(msgspec.Struct, forbid_unknown_fields=True, kw_only=True, gc=False):
@@ -255,11 +252,6 @@ class Head:
     seq_id: int
     rows: int
     forward_only: bool
-
-
-async def read(http: Http, kind: type[T], most_bytes: int = MOST_JSON_BYTES) -> T:
-    """Reads a request of the API. Raises `Refused`, naming the field."""
-    return decoded(await body(http, most_bytes), kind)
 
 
 def head(data: bytes) -> Head:

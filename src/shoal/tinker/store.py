@@ -12,7 +12,10 @@ from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
+import msgspec
+
 from shoal.errors import RequestRefused
+from shoal.trainer.messages import Adapter
 
 MOST_TTL_S = 10 * 365 * 86_400
 """Ten years, as the Tinker documentation bounds a time to live."""
@@ -29,7 +32,7 @@ CREATE TABLE IF NOT EXISTS samplers (
 );
 CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, target TEXT NOT NULL, kind TEXT NOT NULL,
-    body BLOB NOT NULL, state TEXT NOT NULL DEFAULT 'pending', result BLOB, created REAL NOT NULL, digest BLOB
+    body BLOB NOT NULL, state TEXT NOT NULL DEFAULT 'pending', result BLOB, created REAL NOT NULL, digest BLOB NOT NULL
 );
 CREATE INDEX IF NOT EXISTS by_target ON requests (target, number);
 CREATE TABLE IF NOT EXISTS checkpoints (
@@ -39,8 +42,6 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 """
 KEPT = "coalesce(expires, 9e99) > ?"
 """Condition of a checkpoint that has not expired."""
-FORM = 1
-"""Form of the file; 0 had plain keys, no digests of requests, and times to live without a bound."""
 KEPT_S = 86_400.0
 """Seconds for which the result of a request can be fetched."""
 
@@ -58,7 +59,7 @@ class StoredModel:
     session: str
     base: str
     adapter: str | None
-    """Settings of the adapter as JSON; None for all weights."""
+    """`lora` as JSON."""
     created: float
     folder: str
     """Folder of the last state on disk; empty for the base model's weights."""
@@ -66,6 +67,11 @@ class StoredModel:
     state_at: int
     """Number of the last request that the state on disk contains."""
     closed: bool
+
+    @property
+    def lora(self) -> Adapter | None:
+        """Settings of the adapter; None where all weights are trained."""
+        return None if self.adapter is None else msgspec.json.decode(self.adapter, type=Adapter)
 
 
 @dataclass(frozen=True)
@@ -93,8 +99,8 @@ class StoredRequest:
     body: bytes
     state: str
     result: bytes | None
-    digest: bytes | None
-    """Digest of kind and body; None in a file of an earlier release."""
+    digest: bytes
+    """Digest of kind and body."""
 
 
 @dataclass(frozen=True)
@@ -119,22 +125,7 @@ class Store:
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = NORMAL")
-        is_new = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
         self._db.executescript(SCHEMA)
-        if not is_new and self._db.execute("PRAGMA user_version").fetchone()[0] < FORM:
-            self._bring_up()
-        self._db.execute(f"PRAGMA user_version = {FORM}")
-
-    def _bring_up(self) -> None:
-        """Brings a file of an earlier release to this form."""
-        self._db.create_function("owner_of", 1, owner_of)
-        with self.together():
-            self._db.execute("ALTER TABLE requests ADD COLUMN digest BLOB")
-            self._db.execute("UPDATE sessions SET owner = owner_of(owner)")
-            self._db.execute("UPDATE checkpoints SET expires = min(expires, created + ?)", (MOST_TTL_S,))
-            self._db.execute(f"PRAGMA user_version = {FORM}")
-        self._db.execute("VACUUM")  # pages that are free still hold the keys
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def forget(self, before: float) -> None:
         """Deletes finished requests older than `before` that the states on disk contain."""
@@ -248,7 +239,7 @@ class Store:
         ).rowcount
         request = self.request(id_)
         assert request is not None
-        if not new and (request.kind != kind or request.digest not in (None, digest)):
+        if not new and request.digest != digest:
             last = id_.rpartition("/")[2]
             raise RequestRefused(
                 f"seq_id: {last} was another request, {request.kind}; number the requests of a model, each once"
