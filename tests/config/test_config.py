@@ -290,15 +290,62 @@ def test_a_file_that_cannot_be_used_is_named(content: bytes | None, complaint: s
         load(path)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_what_its_paper_says_and_one_s_own_settings_win(name: str) -> None:
-    config = parse({**TASKS, "preset": name, "rollout": {"max_tokens": 100}})
-    for key, setting in PRESETS[name].items():
+OFF = {"dual_clip": 0.0, "weight_cap": 0.0}
+PAPERS: dict[str, dict[str, Any]] = {
+    # arXiv 2505.24298: table 3 (batch 512 x 16, 4 minibatches, eps .2, global advantages, Adam 2e-5, .05, .9 / .95,
+    # clip 1.0, temperature 1), equation 5, eta 8 for mathematics; equation 3 is its only bound on staleness.
+    "areal": {
+        "train.groups_per_step": 512, "rollout.group_size": 16, "train.minibatches": 4, "rollout.temperature": 1,
+        "train.loss": {"name": "decoupled", "clip_low": 0.2, "clip_high": 0.2, "behaviour_correction": "on", **OFF},
+        "train.advantage": "batch", "train.kl.coefficient": 0, "train.lr": 2e-5, "train.lr_schedule": "constant",
+        "train.weight_decay": 0.05, "train.betas": (0.9, 0.95), "train.max_grad_norm": 1, "train.short_groups": "keep",
+        "asynchrony.max_staleness": 8, "asynchrony.late": "train", "engine.on_update": "recompute",
+        "train.dynamic_sampling": False, "train.entropy_bonus": 0,
+    },
+    # arXiv 2602.15763, section 4.1 (no std, padding, reset at a push, drop by age); the band as its follow-up has it.
+    "glm5": {
+        "train.loss": {"name": "double_sided", "clip_low": 0.3, "clip_high": 5.0}, "train.advantage": "grpo_no_std",
+        "train.short_groups": "pad", "train.reset_optimizer_at_push": True, "asynchrony.late": "drop",
+        "train.push_every": 1, "train.max_grad_norm": 0, "train.dynamic_sampling": False, "train.kl.coefficient": 0,
+    },
+    # arXiv 2509.08721: eight nodes, I = J = 4, 8 completions, GRPO without KL, .2 / .28, Adam with its defaults.
+    "sapo": {
+        "train.groups_per_step": 4, "swarm.external_groups": 4, "rollout.group_size": 8, "rollout.ratios": "chance",
+        "train.loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0},
+        "train.advantage": "grpo", "train.kl.coefficient": 0, "train.lr": 1e-3, "train.betas": (0.9, 0.999),
+        "train.weight_decay": 0, "train.lr_schedule": "constant", "train.warmup_steps": 0, "train.max_grad_norm": 0,
+        "train.short_groups": "keep", "train.minibatches": 1, "train.dynamic_sampling": False,
+        "asynchrony.max_staleness": 0, "swarm.share": "all", "swarm.take": "uniform", "swarm.credit": "group",
+        "swarm.reuse": 1, "swarm.datasets": "any", "swarm.checkers": ["exact", "number", "math", "regex", "code"],
+        "swarm.round_offers": (8 - 1) * 4, "swarm.wait_s": 600,
+    },
+    # arXiv 2503.14476: equation 8, sections 2.3, 3.1 to 3.4 and 4.1 (512 x 16, 16 updates, 1e-6, warm-up of 20 steps).
+    "dapo": {
+        "train.groups_per_step": 512, "rollout.group_size": 16, "train.minibatches": 16, "train.warmup_steps": 20 * 16,
+        "train.loss": {"name": "grpo", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 0},
+        "train.advantage": "grpo", "train.loss_mean": "tokens", "train.dynamic_sampling": True,
+        "train.overlong_tokens": 4096, "train.kl.coefficient": 0, "train.lr": 1e-6, "train.lr_schedule": "constant",
+        "train.max_grad_norm": 0, "train.short_groups": "keep", "asynchrony.max_staleness": 0,
+    },
+}  # fmt: skip
+"""Values as the papers print them, and the absence of what they do not name; typed from the papers, not the code."""
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_preset_is_its_paper_and_nothing_else(name: str) -> None:
+    config = parse({**TASKS, "preset": name, "rollout": {"max_tokens": 20_480}})
+    for key, wanted in PAPERS[name].items():
         value = key_of(config, key)
-        if isinstance(setting.value, dict):
-            assert setting.value.items() <= value.model_dump().items()
+        if isinstance(wanted, dict):
+            assert wanted.items() <= value.model_dump().items()
         else:
-            assert value == (20 if setting.share_of_max_tokens else setting.value), key
+            assert value == wanted, key
+    assert PRESETS[name].keys() <= PAPERS[name].keys(), "each value of a preset has its place in the table"
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_one_s_own_settings_win_over_a_preset(name: str) -> None:
+    config = parse({**TASKS, "preset": name, "rollout": {"max_tokens": 100}})
     own = parse({**TASKS, "preset": name, "train": {"loss": {"name": "gspo"}}}, ["train.groups_per_step=64"])
     assert (own.train.loss, own.train.groups_per_step) == (GSPOLoss(), 64)
     assert parse(tomllib.loads(to_toml(config))) == config
@@ -310,7 +357,7 @@ def test_a_part_of_a_preset_s_loss_can_be_set_by_itself() -> None:
 
 
 def test_the_presets_are_those_that_the_setting_takes() -> None:
-    assert set(PRESETS) == {*get_args(get_args(Config.model_fields["preset"].annotation)[0])}
+    assert set(PRESETS) == set(PAPERS) == {*get_args(get_args(Config.model_fields["preset"].annotation)[0])}
 
 
 def key_of(config: Config, key: str) -> Any:

@@ -22,13 +22,9 @@ def _clip(value: Tensor, low: float, high: float) -> Tensor:
 def _surrogate(r: Tensor, advantage: float, clip: tuple[float, float], dual: float) -> Tensor:
     """min(r A, clip(r) A); where A < 0, dual clip: the larger of that and dual A (arXiv 1912.09729 Eq. 5)."""
     least = min(r * advantage, _clip(r, 1 - clip[0], 1 + clip[1]) * advantage)
-    return max(least, torch.tensor(dual * advantage, dtype=torch.float64)) if advantage < 0 else least
-
-
-def _surrogate(r: Tensor, advantage: float, clip: tuple[float, float], dual: float) -> Tensor:
-    """min(r A, clip(r) A); where A < 0, dual clip: the larger of that and dual A (arXiv 1912.09729 Eq. 5)."""
-    least = min(r * advantage, _clip(r, 1 - clip[0], 1 + clip[1]) * advantage)
-    return max(least, torch.tensor(dual * advantage, dtype=torch.float64)) if advantage < 0 else least
+    return (
+        max(least, torch.tensor(dual * advantage, dtype=torch.float64)) if advantage < 0 and dual < math.inf else least
+    )
 
 
 def grpo(
@@ -90,7 +86,7 @@ def double_sided(
     for t in range(len(mask)):
         if mask[t] == 1:
             r = math.exp(logp[t].item() - behav[t])
-            f = r if 1 - band_low < r < 1 + band_high else 0.0
+            f = r if 1 - band_low <= r <= 1 + band_high else 0.0
             total = total - f * advantage[t] * logp[t]
     return total
 

@@ -1,5 +1,8 @@
 """Quotas of task services: what each may have started, also when nobody is there."""
 
+import math
+import random
+
 import pytest
 
 from shoal.rollout.mixture_weights import Adjuster
@@ -26,6 +29,19 @@ def test_a_budget_is_split_by_weight_and_never_shrinks() -> None:
     assert (split.quota("a"), split.quota("b")) == (6.0, 2.0)
     split.grow(12.0)
     assert (split.quota("a"), split.quota("b")) == (9.0, 3.0)
+
+
+def test_tasks_drawn_by_chance_get_whole_groups_each_by_its_weight() -> None:
+    rng = random.Random(0)
+    drawn = Quotas(WEIGHTS, lend_at_most=8.0, rng=rng)
+    steps = []
+    for step in range(1, 2001):
+        before = drawn.quota("a")
+        drawn.grow(4.0 * step)
+        steps.append(drawn.quota("a") - before)
+    assert drawn.quota("a") + drawn.quota("b") == 8000
+    wanted = [math.comb(4, k) * 0.75**k * 0.25 ** (4 - k) for k in range(5)]
+    assert [steps.count(k) / 2000 for k in range(5)] == pytest.approx(wanted, abs=0.03), "binomial, not in turn"
 
 
 def test_what_the_gate_gave_while_nobody_was_there_is_given_to_the_first_who_comes() -> None:

@@ -36,9 +36,7 @@ def test_a_run_goes_on_elsewhere_with_its_engine_from_the_copy_of_what_is_gone(
     there.mkdir()
     settings = (f"--checkpoint.backup={backup}", "--engine.count=0", f"--cluster.listen=127.0.0.1:{port}")
     engine = joining(tmp_path / "engine", "engine", "join", f"http://127.0.0.1:{port}", "--threads=1")
-    first = start(
-        here, tiny_model_dir, *settings, "--checkpoint.backup_s=5", "--train.steps=2000", SHOAL_RUN_TOKEN=TOKEN
-    )
+    first = start(here, tiny_model_dir, *settings, "--train.steps=2000", SHOAL_RUN_TOKEN=TOKEN)
     wait_for_steps(here / "run", 20, first)
     asyncio.run(until(lambda: copied_steps(backup) >= 5))
     wait_for_steps(here / "run", copied_steps(backup) + 3, first)

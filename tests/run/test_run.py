@@ -153,7 +153,7 @@ def test_the_trained_model_can_be_evaluated_exported_reported_and_trained_on(fin
 def test_several_updates_per_step_and_pushes_every_second_step_give_half_as_many_versions(config: Path) -> None:
     done = shoal(
         *("train", str(config), "--run_dir=run", "--train.push_every=2", "--train.minibatches=2"),
-        *("--train.reset_optimizer_at_push=true", "--train.rewarm_updates=8", "--asynchrony.late=mask_tokens"),
+        *("--train.reset_optimizer_at_push=true", "--train.warmup_steps=8", "--asynchrony.late=mask_tokens"),
         *("--rollout.temperature=2", "--rollout.group_size=16", "--train.lr=1e-4"),
         cwd=config.parent,
     )

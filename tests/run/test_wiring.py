@@ -278,22 +278,30 @@ async def plays(task: Task, client: object) -> None:
 
 
 def test_no_more_of_a_task_plays_at_once_than_its_agent_or_environment_allows(tmp_path: Path) -> None:
-    agent = {"run": f"{__file__}:plays", "max_at_once": 5}
-    tasks = [{"name": "game"}, {"name": "acted", "agent": agent}, {"name": "asked"}]
+    agent = {"run": f"{__file__}:plays"}
+    tasks = [
+        {"name": "game"},
+        {"name": "acted", "agent": agent, "max_running": 5},
+        {"name": "asked"},
+        {"name": "slowed", "max_running": 5},
+        {"name": "slow game", "max_running": 1},
+    ]
     config = parse({"tasks": tasks, "rollout": {"group_size": 2}})
     author, single = SimpleNamespace(draw=lambda rng: "?"), SimpleNamespace(draw=lambda rng: "?", rollout=plays)
-    environments = {name: Definition(name, author, max_running=3) for name in ("acted", "asked")}
-    environments = {"game": Definition("game", single, max_running=3), **environments}
+    environments = {name: Definition(name, author, max_running=3) for name in ("acted", "asked", "slowed")}
+    environments |= {name: Definition(name, single, max_running=3) for name in ("game", "slow game")}
     made = renderer("qwen3")
     prepared: Any = SimpleNamespace(environments=environments, renderer=made, max_model_len=64, service=None)
 
-    async def allowed() -> tuple[dict[str, int | None], list[int | None]]:
+    async def allowed() -> tuple[dict[str, int | None], dict[str, int | None]]:
         buffer = Buffer.in_memory(run_meta(config), max_running=9)
         answers: Any = SimpleNamespace(scorer=None)
         async with playing(config, prepared, ScriptedEngine(made), answers) as runner:
             parts: Any = runner
             groups = orchestrator(config, prepared, runner, buffer)._sources
             rollouts = {name: one.max_at_once for name, one in parts.by_service.items()}
-            return rollouts, [groups[name].groups_at_once() for name in ("game", "acted", "asked")]
+            return rollouts, {name: one.groups_at_once() for name, one in groups.items()}
 
-    assert asyncio.run(allowed()) == ({"game": 3, "acted": 5}, [2, 3, None])
+    rollouts, groups = asyncio.run(allowed())
+    assert rollouts == {"game": 3, "acted": 5, "slow game": 1}
+    assert groups == {"game": 2, "acted": 3, "asked": None, "slowed": 2, "slow game": 1}

@@ -221,7 +221,6 @@ def test_a_resumed_trainer_arrives_at_the_same_bits(
         "minibatches": minibatches,
         "warmup_steps": 6,
         "reset_optimizer_at_push": reset,
-        "rewarm_updates": 3,
         "weight_decay": 0.1,
     }
     straight = trainer(tiny_model_dir, **config)
@@ -440,12 +439,12 @@ def test_a_reset_at_push_makes_the_next_update_as_large_as_the_first(tiny_model_
 
 @pytest.mark.parametrize(("schedule", "quarter"), [("constant", 1.0), ("linear", 0.75), ("cosine", 0.853553)])
 def test_the_rate_rises_to_its_peak_and_falls_by_its_schedule_to_its_end(schedule: str, quarter: float) -> None:
-    lengths = {"steps": 10, "minibatches": 2, "groups_per_step": 2, "warmup_steps": 4, "rewarm_updates": 2}
+    lengths = {"steps": 10, "minibatches": 2, "groups_per_step": 2, "warmup_steps": 4}
     config = TrainConfig.model_validate({"lr": 1.0, "lr_schedule": schedule, **lengths})
     half, end = (1.0, 1.0) if schedule == "constant" else (0.5, 0.0)
     rates = [learning_rate(config, update, None) for update in (0, 3, 4, 8, 12, 20, 30)]
     assert rates == pytest.approx([0.25, 1.0, 1.0, quarter, half, end, end], rel=1e-5)
-    assert [learning_rate(config, 20 + k, k) for k in range(3)] == pytest.approx([end / 2, end, end])
+    assert [learning_rate(config, 20 + k, k) for k in range(3)] == pytest.approx([end / 4, end / 2, 3 * end / 4])
 
 
 @pytest.mark.parametrize("loss", [GRPOLoss(), DecoupledLoss(), DoubleSidedLoss()])

@@ -28,7 +28,7 @@ from shoal.config.training import (
     TrainConfig,
 )
 from shoal.errors import ConfigError
-from shoal.trainer.loss import DUAL_CLIP, kl, log_linear_prox, own_loss, to_go, token_loss
+from shoal.trainer.loss import kl, log_linear_prox, own_loss, to_go, token_loss
 from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
 
@@ -142,6 +142,17 @@ def test_double_sided_and_its_gradient_equal_the_definition(case: Case) -> None:
     assert_equal(ours(case, DoubleSidedLoss(clip_low=0.3, clip_high=5.0)), wanted)
 
 
+@given(cases())
+def test_a_bound_of_0_is_no_bound(case: Case) -> None:
+    streams, clip = (case.behav, case.advantage, case.mask), (0.2, 0.28)
+    free = defined(case, lambda logp: reference.grpo(logp, *streams, *clip, math.inf))
+    assert_equal(ours(case, GRPOLoss(dual_clip=0)), free)
+    uncapped = defined(
+        case, lambda logp: reference.decoupled(logp, case.prox, *streams, *clip, math.inf, "clamp", math.inf)
+    )
+    assert_equal(ours(case, DecoupledLoss(weight_cap=0, dual_clip=0)), uncapped)
+
+
 over_caps: st.SearchStrategy[Literal["clamp", "mask", "band"]] = st.sampled_from(["clamp", "mask", "band"])
 
 
@@ -161,7 +172,7 @@ def test_decoupled_masked_outside_a_band_is_icepop(case: Case, beta: float) -> N
     config = DecoupledLoss(weight_cap=beta, over_cap="band", clip_high=0.2)
     streams = (case.prox, case.behav, case.advantage, case.mask)
     assert_equal(
-        ours(case, config), defined(case, lambda logp: reference.icepop(logp, *streams, (0.2, 0.2), beta, DUAL_CLIP))
+        ours(case, config), defined(case, lambda logp: reference.icepop(logp, *streams, (0.2, 0.2), beta, 3.0))
     )
 
 

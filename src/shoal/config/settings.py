@@ -89,6 +89,11 @@ class TaskConfig(Section):
     rewrite: list[tuple[str, str]] = Field(
         [], description="Pairs of regular expression and replacement that shorten questions."
     )
+    max_running: int | None = Field(
+        None,
+        ge=1,
+        description="Rollouts of this task at once, and one group at least; unset, what its code and the run allow.",
+    )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
         None, description="`module:function`, a command, or a table; see docs/guides/agents.md."
     )
@@ -100,8 +105,10 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Rollouts per task.")
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
     temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Sampling temperature.")
-    ratios: Literal["fixed", "tokens", "automatic"] = Field(
-        "fixed", description="Whether weights are of groups or tokens, or follow informative groups (0.1 to 4 times)."
+    ratios: Literal["fixed", "chance", "tokens", "automatic"] = Field(
+        "fixed",
+        description="Whether weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow "
+        "informative groups (0.1 to 4 times).",
     )
 
 
@@ -170,8 +177,9 @@ class CheckpointConfig(Section):
         description="Steps between checkpoints; fewer if these take over 2 minutes and 20 times as long as saving.",
     )
     keep: int = Field(2, ge=1, description="Checkpoints kept.")
-    backup: str = Field("", description="Folder or URL to which log and checkpoints are copied; empty is off.")
-    backup_s: float = Field(60.0, gt=0, description="Seconds between copies.")
+    backup: str = Field(
+        "", description="Folder or URL to which log and checkpoints are copied all along; empty is off."
+    )
 
 
 class LogConfig(Section):

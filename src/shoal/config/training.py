@@ -1,22 +1,34 @@
 """Settings of training: each loss by its name with its own parameters, and the optimizer's side."""
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Final, Literal, TypeAlias, get_args
+from typing import Annotated, Final, Literal, Self, TypeAlias, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from shoal.config.section import OwnName, Section
 
 _Decay: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 
 
-class _Clipped(Section):
+class _Bounded(Section):
+    @model_validator(mode="after")
+    def _above_1(self) -> Self:
+        for name in ("dual_clip", "weight_cap"):
+            if 0 < (bound := getattr(self, name, 0.0)) <= 1:
+                raise ValueError(f"{name}: expected more than 1, or 0 for no bound, got {bound:g}")
+        return self
+
+
+class _Clipped(_Bounded):
     clip_low: float = Field(0.2, gt=0, lt=1, description="Ratios below 1 - clip_low are clipped.")
     clip_high: float = Field(0.28, gt=0, description="Ratios above 1 + clip_high are clipped.")
+    dual_clip: float = Field(
+        3.0, ge=0, description="Ratio above which negative advantages give no gradient (dual clip); 0 is off."
+    )
 
 
-class _Weighed(Section):
-    weight_cap: float = Field(2.0, gt=1, description="Bound on pi_theta / pi_behav.")
+class _Weighed(_Bounded):
+    weight_cap: float = Field(2.0, ge=0, description="Bound on pi_theta / pi_behav; 0 is off.")
     weight_level: Literal["token", "sequence"] = Field(
         "token", description="Whether it is of each token or the product over each row."
     )
@@ -35,7 +47,7 @@ class DecoupledLoss(_Weighed, _Clipped):
     """Decoupled PPO (AReaL): clip around the proximal weights, importance-weighted back to the behaviour ones."""
 
     name: Literal["decoupled"] = "decoupled"
-    weight_cap: float = Field(5.0, gt=1, description="Bound on pi_prox / pi_behav.")
+    weight_cap: float = Field(5.0, ge=0, description="Bound on pi_prox / pi_behav; 0 is off.")
     behaviour_correction: Literal["on", "log_linear", "off_and_biased"] = Field(
         "on",
         description="Weighs tokens by pi_prox / pi_behav: exact (free with minibatches = 1), interpolated by "
@@ -47,8 +59,8 @@ class DoubleSidedLoss(Section):
     """Direct double-sided importance sampling (GLM-5): tokens outside the band give no gradient."""
 
     name: Literal["double_sided"] = "double_sided"
-    clip_low: float = Field(0.3, gt=0, le=1, description="Ratios at or below 1 - clip_low are masked.")
-    clip_high: float = Field(5.0, gt=0, description="Ratios at or above 1 + clip_high are masked.")
+    clip_low: float = Field(0.3, gt=0, le=1, description="Ratios below 1 - clip_low are masked.")
+    clip_high: float = Field(5.0, gt=0, description="Ratios above 1 + clip_high are masked.")
 
 
 class GSPOLoss(_Clipped):
@@ -59,11 +71,11 @@ class GSPOLoss(_Clipped):
     clip_high: float = Field(4e-4, gt=0, description="Ratios above 1 + clip_high are clipped.")
 
 
-class CISPOLoss(Section):
+class CISPOLoss(_Bounded):
     """REINFORCE with importance weights clamped from above (MiniMax-M1); every token keeps a gradient."""
 
     name: Literal["cispo"] = "cispo"
-    weight_cap: float = Field(5.0, gt=1, description="Bound on pi_theta / pi_behav.")
+    weight_cap: float = Field(5.0, ge=0, description="Bound on pi_theta / pi_behav; 0 is off.")
 
 
 class ReinforceLoss(_Weighed):
@@ -188,15 +200,18 @@ class TrainConfig(Section):
     )
     dynamic_sampling: bool = Field(False, description="Replace groups of equal rewards (DAPO), up to a bound.")
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
-    warmup_steps: int = Field(0, ge=0, description="Updates over which the learning rate rises.")
+    warmup_steps: int = Field(
+        0, ge=0, description="Updates over which the learning rate rises, at first and after each reset."
+    )
     lr_schedule: Literal["constant", "cosine", "linear"] = Field(
         "constant", description="Decay to 0 over the remaining updates."
     )
     betas: tuple[_Decay, _Decay] = Field((0.9, 0.999), description="Adam's moving averages.")
     weight_decay: float = Field(0.0, ge=0, lt=1, description="AdamW's weight decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Global gradient norm above which gradients are scaled down.")
+    max_grad_norm: float = Field(
+        1.0, ge=0, description="Global gradient norm above which gradients are scaled down; 0 is off."
+    )
     reset_optimizer_at_push: bool = Field(False, description="Forget Adam's moments at every push (GLM-5).")
-    rewarm_updates: int = Field(0, ge=0, description="Updates of warm-up after a reset.")
     tokens_per_microbatch: int | None = Field(None, ge=16, description="Packing budget; derived when unset.")
     offload: Literal["none", "optimizer"] = Field(
         "none", description="Keep Adam's moments in main memory between updates; refused without a GPU."

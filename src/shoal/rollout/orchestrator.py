@@ -6,6 +6,7 @@ or hangs, has nothing ready and delays no other task. Nothing here waits for tra
 """
 
 import asyncio
+import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.ratios import Quotas
 from shoal.tasks.remote_server import NO_PROCESS, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
-from shoal.types import Group, Rollout, RolloutStatus, Split, Task
+from shoal.types import Group, Rollout, RolloutStatus, Split, Task, seed_for
 
 TOLD_AFTER, GIVEN_UP_AFTER = 16, 256
 """Consecutive unusable groups, over all services, after which the run warns, and after which it ends."""
@@ -121,10 +122,13 @@ class Orchestrator:
         buffer: Buffer,
         *,
         adjuster: Adjuster | None = None,
+        seed: int | None = None,
         post: Callable[[Group], Group] = lambda group: group,
         on_event: Callable[..., None] = lambda name, **details: None,
     ) -> None:
-        """`weights` are the sources', relative; `post` is what becomes of a group before it is added.
+        """`weights` are the sources', relative; with `seed` they are the chances that a group is of each source.
+
+        `post` maps a finished group to the one that is added.
 
         `on_event` gets the name and details of each changed weight, of each reason of a failed rollout when it comes
         first, and of many groups in a row that could not be used. Each source goes on drawing where the buffer's counts
@@ -140,7 +144,8 @@ class Orchestrator:
         self._adjuster = adjuster
         consumed = {name: buffer.counts[name].consumed for name in self._sources}
         window = buffer.gate.budget - sum(consumed.values())
-        self._quotas = Quotas(weights, lend_at_most=window, consumed=consumed)
+        rng = None if seed is None else random.Random(seed_for("tasks by chance", seed, sum(consumed.values())))
+        self._quotas = Quotas(weights, lend_at_most=window, consumed=consumed, rng=rng)
         self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
         self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
         self._wake = asyncio.Event()

@@ -4,6 +4,7 @@ Shares are over usable groups, never over started groups: a slow task runs more 
 Both reach their share (GLM-5, arXiv 2602.15763, section 4.1.1).
 """
 
+import random
 from collections.abc import Collection, Mapping
 
 REPAID = 0.5
@@ -19,12 +20,20 @@ class Quotas:
     than the budget is ahead of training, plus one group. What a failed or dropped group took is free again at once,
     so deficits carry over by themselves.
 
+    With an `rng` each group of the budget goes to one service by chance, with its share as the probability (SAPO, arXiv
+    2509.08721: specialties are drawn uniformly with replacement).
+
     A service that is away lends the others its part, and gets it back afterwards, out of at most half of the growth,
     up to `lend_at_most` groups: without a bound, a task that was away for a day would rule the next one.
     """
 
     def __init__(
-        self, weights: Mapping[str, float], *, lend_at_most: float, consumed: Mapping[str, int] | None = None
+        self,
+        weights: Mapping[str, float],
+        *,
+        lend_at_most: float,
+        consumed: Mapping[str, int] | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         """Weights are relative; all services are present at first. `consumed` is what a resumed run has trained."""
         if not weights or min(weights.values()) <= 0:
@@ -35,6 +44,7 @@ class Quotas:
         self._lent = dict.fromkeys(weights, 0.0)
         self._lend_at_most = lend_at_most
         self._budget = sum(self._quotas.values())
+        self._rng, self._undrawn = rng, 0.0
 
     @property
     def shares(self) -> dict[str, float]:
@@ -96,8 +106,13 @@ class Quotas:
         self._split(unused)
 
     def _split(self, growth: float) -> None:
-        for name, share in self.shares.items():
-            self._quotas[name] += share * growth
+        if self._rng is None:
+            for name, share in self.shares.items():
+                self._quotas[name] += share * growth
+            return
+        groups, self._undrawn = divmod(self._undrawn + growth + 1e-9, 1)
+        for name in self._rng.choices([*self.shares], [*self.shares.values()], k=int(groups)):
+            self._quotas[name] += 1
 
     def _lend(self, growth: float) -> None:
         """Notes what those who are away would have been given."""

@@ -68,13 +68,15 @@ async def playing(config: Config, prepared: Prepared, engine: Engine, single_tur
         for name, agent in agents.items():
             plays[name] = await stack.enter_async_context(agent.play())
         at, _ = config.services_at or ("127.0.0.1", 0)
+        speeds = {task.name: task.max_running for task in config.tasks}
         hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, at=at)
         host = await stack.enter_async_context(hosted)
         runners, sampling = {}, sampling_of(config, prepared)
         for name, play in plays.items():
             whose = agents.get(name, environments[name])
+            most = min(filter(None, (speeds.get(name), whose.max_running)), default=None)
             runners[name] = AgentRunner(
-                host, play, single_turn.scorer, sampling, timeout_s=whose.timeout_s, max_at_once=whose.max_running
+                host, play, single_turn.scorer, sampling, timeout_s=whose.timeout_s, max_at_once=most
             )
         yield Runners(runners, single_turn)
 
@@ -82,15 +84,22 @@ async def playing(config: Config, prepared: Prepared, engine: Engine, single_tur
 def _agents(config: Config) -> dict[str, Agent]:
     """Agents of tasks that name one."""
     return {
-        task.name: agent_of(task.agent, f"tasks.{task.name}.agent") for task in config.tasks if task.agent is not None
+        task.name: agent_of(task.agent, f"tasks.{task.name}.agent", task.max_running)
+        for task in config.tasks
+        if task.agent is not None
     }
 
 
-def _groups_at_once(environment: Environment, agent: Agent | None, group_size: int) -> int | None:
-    """Groups whose rollouts are taken at once: waiting groups would age and hold others' places."""
-    whose = agent or environment
-    most = whose.max_running if agent or environment.converses else None
-    return None if most is None else -(-most // group_size)
+def _groups_at_once(environment: Environment, agent: Agent | None, speed: int | None, group_size: int) -> int | None:
+    """Groups whose rollouts are taken at once: waiting groups would age and hold others' places.
+
+    `speed` is the task's `max_running`. Answers of one turn start as whole groups, so they are rounded down.
+    """
+    own = (agent or environment).max_running if agent or environment.converses else None
+    most = min((limit for limit in (own, speed) if limit is not None), default=None)
+    if most is None:
+        return None
+    return max(most // group_size, 1) if own is None else -(-most // group_size)
 
 
 def orchestrator(
@@ -106,7 +115,8 @@ def orchestrator(
     """
     weights = {task.name: task.weight for task in config.tasks}
     weights = {name: weights.get(name, 1.0) for name in prepared.environments}
-    bounds = BOUNDS if config.rollout.ratios == "automatic" else None
+    ratios, speeds = config.rollout.ratios, {task.name: task.max_running for task in config.tasks}
+    bounds = BOUNDS if ratios == "automatic" else None
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
     agents, size = _agents(config), config.rollout.group_size
     served: TaskServer | None = getattr(prepared.service, "task_server", None)
@@ -114,7 +124,7 @@ def orchestrator(
         Source(
             one,
             partial(runner.rollouts, n=size),
-            partial(_groups_at_once, one, agents.get(name), size),
+            partial(_groups_at_once, one, agents.get(name), speeds.get(name), size),
             Health() if served is not None and name in served.services else None,
         )
         for name, one in prepared.environments.items()
@@ -124,7 +134,8 @@ def orchestrator(
         weights,
         buffer,
         post=lambda group: processed(group, hooks.get(group.task.service, [])),
-        adjuster=None if config.rollout.ratios == "fixed" else Adjuster(weights, bounds),
+        adjuster=Adjuster(weights, bounds) if ratios in ("tokens", "automatic") else None,
+        seed=config.seed if ratios == "chance" else None,
         on_event=on_event,
     )
     if served is not None:

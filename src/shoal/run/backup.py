@@ -16,6 +16,7 @@ import shutil
 import sqlite3
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
@@ -36,6 +37,8 @@ PLAIN_FILES = (KEY_FILE, "run.token", "resolved.toml", "credentials.json", "metr
 """Files that are copied as they are. The metrics come before the log, so that they never have more steps than it."""
 MANIFEST, OBJECTS = "backup.json", "objects"
 MOST_MANIFEST_BYTES = 64_000_000
+EVERY_S, REST = 5.0, 20.0
+"""Least seconds between two copies, and multiple of the seconds of the last one."""
 STAGES = 10
 """Attempts to stage a run whose checkpoints change while they are linked."""
 _copying = threading.Lock()
@@ -150,14 +153,20 @@ def place_of(where: str) -> BackupPlace:
     return UrlPlace(where) if "://" in where else FolderPlace(Path(where))
 
 
-async def keep_backup(run_dir: Path, target: str, every_s: float, trackers: Trackers) -> None:
-    """Copies the run at intervals; a failed copy is an event, and the run continues."""
+async def keep_backup(run_dir: Path, target: str, trackers: Trackers) -> None:
+    """Copies the run at intervals; a failed copy is an event, and the run continues.
+
+    Rests `REST` times as long as a copy took, so that copying takes little of the disk and the link.
+    """
+    took_s = 0.0
     while True:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(max(EVERY_S, REST * took_s))
+        began_s = time.monotonic()
         try:
             await asyncio.to_thread(back_up, run_dir, target)
         except (OSError, sqlite3.Error) as error:
             trackers.log_event("backup_failed", reason=f"{target}: {error}")
+        took_s = time.monotonic() - began_s
 
 
 def check_backup(run_dir: Path, target: str) -> None:

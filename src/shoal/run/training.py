@@ -225,11 +225,12 @@ async def _train_and_evaluate(
         **{f"trainer rank {i}": _watch(rank) for i, rank in enumerate(policy.trainer.ranks)},
         "loading versions": policy.versions.keep_loaded(),
         "watching the engine": loop.watch.run(),
-        "watching for standstills": watch_progress(progress, own.helped, stood_still, config.stall_s),
+        "watching for standstills": watch_progress(
+            progress, own.helped, stood_still, config.stall_s + config.swarm.wait_s
+        ),
     }
     if backup := config.checkpoint.backup:
-        every_s = config.checkpoint.backup_s
-        background["backup"] = keep_backup(parts.run_dir, backup, every_s, parts.trackers)
+        background["backup"] = keep_backup(parts.run_dir, backup, parts.trackers)
     if parts.swarm is not None:
         policy.buffer.on_finished = parts.swarm.offer
         background["swarm"] = parts.swarm.run()

@@ -92,6 +92,7 @@ class Node(Peer):
             self.fresh_s,
             0.0 if uniform else NEWCOMER_REST,
             self._write_bans,
+            refuses_repeats=not uniform,  # SAPO leaves out groups without an advantage, and no others
         )
         self.verification.taken.update((group.origin.message_id, None) for group in trained if group.origin)
         self._before = self._totals()

@@ -82,6 +82,8 @@ class Verification:
     newcomer_rest: float
     """Rest of newcomers after a newcomer's offer, relative to the time that the offer took."""
     on_lie: Callable[[], None]
+    refuses_repeats: bool = True
+    """Whether answers given before are refused."""
     pending: PendingOffers = field(default_factory=PendingOffers)
     taken: Recent[str, None] = field(default_factory=lambda: Recent(MOST_TAKEN))
     """Ids of messages that are or were ready, newest last; none is taken twice."""
@@ -156,7 +158,7 @@ class Verification:
             return max(refused, key=refused.__getitem__, default=Reason.UNINFORMATIVE)
         self.ingress.refused.update(refused)
         since_s = asyncio.get_running_loop().time() - self.fresh_s
-        if self.contents.repeats(source.task, source.answers, message.peer_id, since_s):
+        if self.refuses_repeats and self.contents.repeats(source.task, source.answers, message.peer_id, since_s):
             return Reason.REPEATED
         rewards = await self.reader.score(source)
         if isinstance(rewards, Reason):

@@ -34,8 +34,6 @@ Level: TypeAlias = Literal["token", "sequence"]
 OverCap: TypeAlias = Literal["clamp", "mask", "band"]
 Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 LossFunction: TypeAlias = Callable[[Streams], TokenLoss]
-DUAL_CLIP = 3.0
-"""Ratio above which negative advantages give no gradient, as published (arXiv 1912.09729, equation 5)."""
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05
 """Steepness of the gate of Soft Adaptive Policy Optimization, as published; it closes faster where A < 0."""
 
@@ -68,7 +66,7 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
 def grpo(streams: Streams, config: GRPOLoss) -> TokenLoss:
     """Clipped surrogate around the weights that sampled the token, with a wider upper bound.
 
-    r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most -DUAL_CLIP A
+    r = pi_theta / pi_behav,   loss = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), at most -dual_clip A
 
     Takes and gives [T]. Source: PPO (arXiv 1707.06347 Eq. 7), dual clip (arXiv 1912.09729 Eq. 5), GRPO (arXiv
     2402.03300 Eq. 3) with the clip-higher and token-level mean of DAPO (arXiv 2503.14476 Eq. 10).
@@ -82,7 +80,7 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
     """Decoupled PPO: the clip is around the proximal weights, and a weight corrects for the sampling policy.
 
     w = pi_prox / pi_behav,   u = pi_theta / pi_prox
-    loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), at most -w' DUAL_CLIP A
+    loss = -w' min(u A, clip(u, 1 - clip_low, 1 + clip_high) A), at most -w' dual_clip A
 
     The weight w' carries no gradient. It is min(w, weight_cap) when `over_cap` is "clamp". When `over_cap` is "mask",
     it is w, or 0 above the cap; "band" also sets it to 0 below 1 / weight_cap, as IcePop does (GLM-5, arXiv 2602.15763
@@ -102,14 +100,14 @@ def decoupled(streams: Streams, config: DecoupledLoss) -> TokenLoss:
 def double_sided(streams: Streams, config: DoubleSidedLoss) -> TokenLoss:
     """Direct double-sided importance sampling: tokens whose ratio leaves the band give no gradient.
 
-    r = pi_theta / pi_behav,   f(r) = r if 1 - clip_low < r < 1 + clip_high else 0,   loss = -f(r) A log pi_theta
+    r = pi_theta / pi_behav,   f(r) = r if 1 - clip_low <= r <= 1 + clip_high else 0,   loss = -f(r) A log pi_theta
 
     f(r) carries no gradient, so the gradient is -f(r) A grad log pi_theta. Differentiating through r as well would give
     the factor r (1 + log pi_theta), whose sign is wrong for every token with pi_theta < 1/e. Takes and gives [T].
     Source: GLM-5 (arXiv 2602.15763 §4.1.2).
     """
     ratio_T = streams.behaviour_ratio()
-    inside_T = (ratio_T > 1 - config.clip_low) & (ratio_T < 1 + config.clip_high)
+    inside_T = (ratio_T >= 1 - config.clip_low) & (ratio_T <= 1 + config.clip_high)
     loss_T = -torch.where(inside_T, ratio_T, 0.0) * streams.advantage_T * streams.logp_T
     return TokenLoss(loss_T, ratio_T, masked_T=~inside_T)
 
@@ -118,7 +116,7 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     """Clipped surrogate with one ratio per row: all tokens of a row are clipped, or none.
 
     s = (pi_theta(row) / pi_behav(row)) ^ (1 / tokens)
-    loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t), at most -DUAL_CLIP A_t
+    loss_t = -min(s A_t, clip(s, 1 - clip_low, 1 + clip_high) A_t), at most -dual_clip A_t
 
     With one advantage per row the mean of loss_t over the row is the paper's term, so `loss_mean` defaults to "rows".
     Takes and gives [T]. Source: GSPO (arXiv 2507.18071 Eq. 5 and 7).
@@ -235,7 +233,8 @@ def _weight(streams: Streams, logp_T: Tensor, level: Level) -> Tensor:
 
 
 def _bounded(w_T: Tensor, cap: float, over_cap: OverCap) -> tuple[Tensor, Tensor, Tensor]:
-    """Weights within their bounds, and masks of the masked and of the clamped weights."""
+    """Weights within their bounds, and masks of the masked and of the clamped weights. A cap of 0 is no bound."""
+    cap = cap or math.inf
     over_T, none_T = w_T > cap, torch.zeros_like(w_T, dtype=torch.bool)
     if over_cap == "clamp":
         return w_T.clamp(max=cap), none_T, over_T
@@ -246,11 +245,11 @@ def _bounded(w_T: Tensor, cap: float, over_cap: OverCap) -> tuple[Tensor, Tensor
 def _clipped_surrogate(
     ratio_T: Tensor, A_T: Tensor, config: GRPOLoss | DecoupledLoss | GSPOLoss
 ) -> tuple[Tensor, Tensor]:
-    """Surrogate min(r A, clip(r) A), where A < 0 at least DUAL_CLIP A; and the mask of zero gradients."""
+    """Surrogate min(r A, clip(r) A), where A < 0 at least dual_clip A; and the mask of zero gradients."""
     free_T = ratio_T * A_T
     held_T = ratio_T.clamp(1 - config.clip_low, 1 + config.clip_high) * A_T
-    over_T = (A_T < 0) & (ratio_T.detach() > DUAL_CLIP)
-    surrogate_T = torch.where(over_T, DUAL_CLIP * A_T, torch.minimum(free_T, held_T))
+    over_T = (A_T < 0) & (ratio_T.detach() > (config.dual_clip or math.inf))
+    surrogate_T = torch.where(over_T, config.dual_clip * A_T, torch.minimum(free_T, held_T))
     return surrogate_T, over_T | (held_T.detach() < free_T.detach())
 
 

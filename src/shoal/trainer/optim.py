@@ -40,24 +40,21 @@ def learning_rate(config: TrainConfig, update: int, since_reset: int | None) -> 
     """Learning rate of update `update` (from 0), which is number `since_reset` after the last reset (None: no reset).
 
     The rate rises linearly over the first `warmup_steps` updates, then falls as `lr_schedule` says. It is 0
-    after the last of steps * minibatches updates, so that none is taken at that rate. After each reset it rises again
-    over `rewarm_updates`, because Adam's first step after a reset is lr * sign(gradient) for any gradient norm.
+    after the last of steps * minibatches updates, so that none is taken at that rate. After each reset it rises again,
+    because Adam's first step after a reset is lr * sign(gradient) for any gradient norm.
 
-    >>> config = TrainConfig(lr=1.0, warmup_steps=4, rewarm_updates=2)
+    >>> config = TrainConfig(lr=1.0, warmup_steps=4)
     >>> [learning_rate(config, k, None) for k in range(5)]
     [0.25, 0.5, 0.75, 1.0, 1.0]
     >>> [learning_rate(config, 10 + k, k) for k in range(3)]
-    [0.5, 1.0, 1.0]
+    [0.25, 0.5, 0.75]
     >>> falling = TrainConfig(lr=1.0, steps=4, lr_schedule="linear")
     >>> [learning_rate(falling, k, None) for k in (0, 2, 4, 9)]
     [1.0, 0.5, 0.0, 0.0]
     """
     rate = config.lr * _share_of_peak(config, update)
-    if update < config.warmup_steps:
-        rate *= (update + 1) / config.warmup_steps
-    if since_reset is not None and since_reset < config.rewarm_updates:
-        rate *= (since_reset + 1) / config.rewarm_updates
-    return rate
+    taken = update if since_reset is None else since_reset
+    return rate * (taken + 1) / config.warmup_steps if taken < config.warmup_steps else rate
 
 
 def _share_of_peak(config: TrainConfig, update: int) -> float:
@@ -115,7 +112,7 @@ class Optimizer:
         if not math.isfinite(grad_norm):
             self._adam.zero_grad()
             return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
-        self._clip(norm, grad_norm, self._config.max_grad_norm)
+        self._clip(norm, grad_norm, self._config.max_grad_norm or math.inf)
         for group in self._adam.param_groups:
             group["lr"] = lr * group["peak"] / self._config.lr
         update_norm = self._offloaded_step() if self._offloads else self._step()

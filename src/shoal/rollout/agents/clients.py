@@ -82,8 +82,6 @@ class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     run: str | list[str]
     timeout_s: float = TIMEOUT_S
     """Seconds of one rollout, from its begin."""
-    max_at_once: int | None = None
-    """Number of rollouts at once; unset, commands have a few per core."""
     env: list[str] = []
     """Names of further variables that a command gets of the run's environment, besides `PASSED`."""
     score: Literal["task", "agent"] = "task"
@@ -105,14 +103,17 @@ class Agent:
     """A context in which `Play` is ready."""
 
 
-def agent_of(named: object, field: str = "agent") -> Agent:
-    """The agent that a configuration names in a setting. Raises `ConfigError` and `TaskError`."""
+def agent_of(named: object, field: str = "agent", max_running: int | None = None) -> Agent:
+    """The agent that a configuration names in a setting. Raises `ConfigError` and `TaskError`.
+
+    `max_running` is the number of rollouts at once; unset, commands have a few per core.
+    """
     try:
         spec = msgspec.convert(table := named if isinstance(named, dict) else {"run": named}, Named)
     except msgspec.ValidationError as error:
         raise TaskError(f"{field}: {table_complaint(error, Named)}") from None
-    if not spec.run or spec.timeout_s <= 0 or (spec.max_at_once is not None and spec.max_at_once < 1):
-        raise TaskError(f"{field}: expected something to run, timeout_s > 0 and max_at_once >= 1, got {named}")
+    if not spec.run or spec.timeout_s <= 0:
+        raise TaskError(f"{field}: expected something to run and timeout_s > 0, got {named}")
     if isinstance(spec.run, str):
         if own := [name for name in ("env", "score", "answer_file", "reads") if name in table]:
             raise TaskError(f"{field}: expected {own[0]} for a command only; a function returns its outcome")
@@ -120,10 +121,10 @@ def agent_of(named: object, field: str = "agent") -> Agent:
             raise TaskError(f"{field}: expected the package openai; pip install 'shoal[agents]' brings it")
         if not inspect.iscoroutinefunction(found := own_code(field, spec.run)):
             raise TaskError(f"{field}: expected {spec.run!r} to be an async function of a task and a client")
-        return Agent(spec.timeout_s, spec.max_at_once, partial(function_play, found, spec.timeout_s))
+        return Agent(spec.timeout_s, max_running, partial(function_play, found, spec.timeout_s))
     if why := _why_no_command(spec):
         raise TaskError(f"{field}: {why}")
-    most = spec.max_at_once or PROCESSES_PER_CORE * cores()
+    most = max_running or PROCESSES_PER_CORE * cores()
     return Agent(spec.timeout_s, most, partial(command_play, spec))
 
 
