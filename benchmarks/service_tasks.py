@@ -5,7 +5,7 @@ import random
 
 from benchmarks.work import coin
 from shoal.interfaces import Model
-from shoal.tasks.sdk import EnvironmentFailed, Question, task
+from shoal.tasks.sdk import EnvironmentFailed, Question, environment
 from shoal.types import Task
 
 
@@ -32,26 +32,26 @@ class Echo:
         return coin(answer)
 
 
-@task("fast", max_running=64)
+@environment("fast", max_running=64)
 class Fast(Echo):
     """Task of a tenth of a second."""
 
 
-@task("slow", max_running=512)
+@environment("slow", max_running=512)
 class Slow(Echo):
     """Task that takes twenty times as long."""
 
     seconds = (1.0, 3.0)
 
 
-@task("flaky", max_running=64)
+@environment("flaky", max_running=64)
 class Flaky(Echo):
     """Task as fast as `Fast`, of which three rollouts of ten fail."""
 
     failing = 0.3
 
 
-@task("patient", max_running=4096)
+@environment("patient", max_running=4096)
 class Patient(Echo):
     """Task so slow that thousands run at once."""
 

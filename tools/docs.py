@@ -1,5 +1,5 @@
 """Writes the generated parts of docs/: settings (from config/), commands (from cli/), names in metrics.jsonl (from
-names.toml), layers (from the layer test) and flows (from flow.py).
+names.toml), layers (from the layer test) and flows (from flow.py). Also the stub of keywords (from keywords.py).
 
 `python tools/docs.py` writes them, `python tools/docs.py --check` exits with 1 when a file would change.
 """
@@ -13,6 +13,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 import flow
+import keywords
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -246,6 +247,7 @@ def documents() -> dict[Path, str]:
         agents: with_part(agents, "frameworks", frameworks()),
         run: with_part(run, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),
+        ROOT / "src" / "shoal" / "run" / "keywords.pyi": keywords.stub(),
     }
 
 
@@ -254,7 +256,7 @@ def main(check: bool) -> int:
     stale = {path: text for path, text in documents().items() if not path.is_file() or path.read_text() != text}
     for path, text in stale.items():
         if check:
-            print(f"docs/{path.relative_to(DOCS)} is out of date; run `make docs`", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)} is out of date; run `make docs`", file=sys.stderr)
         else:
             path.write_text(text)
     return 1 if check and stale else 0

@@ -8,7 +8,7 @@ import shoal
 WORDS = ("sun", "map", "log", "tree", "bird", "rain", "moon", "fish", "leaf", "stone", "river", "apple")
 
 
-@shoal.task("backward")
+@shoal.environment("backward")
 class Backward:
     """Words to be spelled backward, as the embedded model knows to be asked."""
 

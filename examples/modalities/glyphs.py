@@ -13,7 +13,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 
 SIDE = 8
 DIGITS = (
@@ -99,7 +99,7 @@ def _chunks(data: bytes) -> list[tuple[bytes, bytes]]:
     return found
 
 
-@task("glyphs", version="1")
+@environment("glyphs", version="1")
 @dataclass(frozen=True)
 class Pictures:
     """Asks which digit a picture of `side` by `side` dots shows."""
@@ -113,7 +113,7 @@ class Pictures:
         return Question("Which digit is this?", digit, scorer="exact", split_by=asked(grid), attachments=(picture,))
 
 
-@task("glyphs", version="1")
+@environment("glyphs", version="1")
 @dataclass(frozen=True)
 class Grids:
     """Asks which digit a grid of characters shows, and reads pictures of peers."""

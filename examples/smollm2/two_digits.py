@@ -3,7 +3,7 @@
 import shoal
 
 
-@shoal.task("two-digits")
+@shoal.environment("two-digits")
 class TwoDigits:
     """8,100 questions; a fifth of them, chosen by their text, is held out."""
 

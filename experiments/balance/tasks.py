@@ -3,9 +3,9 @@
 import os
 import random
 
-from shoal.environments.openenv import openenv_task
+from shoal.environments.openenv import openenv_environment
 from shoal.interfaces import Model
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 from shoal.types import Message, Outcome, Role, Task
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -16,7 +16,7 @@ def word(rng: random.Random, shortest: int, longest: int) -> str:
     return "".join(rng.choices(LETTERS, k=rng.randint(shortest, longest)))
 
 
-@task("mastered")
+@environment("mastered")
 class Mastered:
     """Any word will do: the model never fails, and no group has anything to teach."""
 
@@ -29,7 +29,7 @@ class Mastered:
         return float(answer.strip().isalpha())
 
 
-@task("impossible")
+@environment("impossible")
 class Impossible:
     """Twelve letters, which this model never gets right."""
 
@@ -43,7 +43,7 @@ class Impossible:
         return float(answer.strip() == asked.answer)
 
 
-@task("second_chance")
+@environment("second_chance")
 class SecondChance:
     """A tool checks the answer; after a wrong one the model may answer once more, for half of the reward."""
 
@@ -65,4 +65,4 @@ class SecondChance:
 
 def external():  # type: ignore[no-untyped-def]
     """The game of `game.py`, behind OpenEnv's own server."""
-    return openenv_task("external", os.environ["OPENENV_URL"], most_turns=1)
+    return openenv_environment("external", os.environ["OPENENV_URL"], most_turns=1)

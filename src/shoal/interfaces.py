@@ -204,6 +204,14 @@ class Scorer(Protocol):
         """One reward per answer, in order."""
 
 
+RewardFunction: TypeAlias = Callable[..., Sequence[float | None]]
+"""A user's rewards with TRL's signature, `reward(prompts, completions, **columns)`: one for each completion, or None.
+
+Prompts and completions are conversations, lists of `{"role": ..., "content": ...}`; columns are lists of the rows'
+other values.
+"""
+
+
 class Renderer(Protocol):
     """Messages to tokens and back, for one chat template."""
 

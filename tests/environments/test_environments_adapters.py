@@ -17,9 +17,9 @@ from aiohttp import WSMsgType, web
 from trl.rewards import think_format_reward
 
 from openenv_game_client import Scripted, played_game
-from shoal.environments.openenv import openenv_task
-from shoal.environments.trl import trl_task
-from shoal.environments.verifiers import verifiers_task
+from shoal.environments.openenv import openenv_environment
+from shoal.environments.trl import trl_environment
+from shoal.environments.verifiers import verifiers_environment
 from shoal.errors import TaskError
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Message, RewardStatus, Role, Split, ToolCall
@@ -42,7 +42,7 @@ async def short(completions, **columns):
 
 
 def test_trl_s_reward_functions_are_called_as_trl_calls_them_and_weighed() -> None:
-    served = trl_task("d", ROWS, reward_funcs=[correct, nothing_to_say, short], reward_weights=[1.0, 5.0, 0.5])
+    served = trl_environment("d", ROWS, reward_funcs=[correct, nothing_to_say, short], reward_weights=[1.0, 5.0, 0.5])
     assert (served.converses, served.scores) == (False, True)
     task = served.draw(Split.TRAIN, 3)
     assert task == served.draw(Split.TRAIN, 3)
@@ -52,7 +52,7 @@ def test_trl_s_reward_functions_are_called_as_trl_calls_them_and_weighed() -> No
 
 
 def test_an_answer_of_which_no_function_of_trl_s_kind_says_anything_is_not_worth_0() -> None:
-    served = trl_task("d", ROWS, reward_funcs=[nothing_to_say, nothing_to_say])
+    served = trl_environment("d", ROWS, reward_funcs=[nothing_to_say, nothing_to_say])
     (reward,) = asyncio.run(served.score(served.draw(Split.TRAIN, 0), ["?"]))
     assert (reward.status, reward.evidence) == (RewardStatus.FAILED, "every reward function gave None")
 
@@ -68,10 +68,10 @@ def dropped(completions, **columns):
 
 def test_a_reward_function_of_trl_s_kind_may_compare_the_completions_of_a_group() -> None:
     rows = [{**row, "question_id": i} for i, row in enumerate(ROWS)]
-    served = trl_task("d", rows, reward_funcs=[rarest])
+    served = trl_environment("d", rows, reward_funcs=[rarest])
     scored = asyncio.run(served.score(served.draw(Split.TRAIN, 0), ["a", "b", "a", "a"]))
     assert [one.value for one in scored] == pytest.approx([1 / 3, 1.0, 1 / 3, 1 / 3])
-    served = trl_task("d", rows, reward_funcs=[dropped])
+    served = trl_environment("d", rows, reward_funcs=[dropped])
     scored = asyncio.run(served.score(served.draw(Split.TRAIN, 0), ["a", "b"]))
     assert {(one.status, one.evidence) for one in scored} == {
         (RewardStatus.FAILED, "d: ValueError: dropped: expected 2 rewards, got 1")
@@ -79,22 +79,22 @@ def test_a_reward_function_of_trl_s_kind_may_compare_the_completions_of_a_group(
 
 
 def test_a_reward_function_of_trl_s_own_scores_conversations() -> None:
-    served = trl_task("d", CHATS, reward_funcs=[think_format_reward])
+    served = trl_environment("d", CHATS, reward_funcs=[think_format_reward])
     task = served.draw(Split.EVAL, 0)
     scored = asyncio.run(served.score(task, ["<think>2 times</think>4", "4"]))
     assert [one.value for one in scored] == [1.0, 0.0]
 
 
 def test_rows_are_split_by_their_text_and_every_epoch_has_each_once() -> None:
-    served = trl_task("d", ROWS, reward_funcs=[correct])
+    served = trl_environment("d", ROWS, reward_funcs=[correct])
     epoch = [served.draw(Split.TRAIN, index).messages for index in range(40)]
     held_out = {served.draw(Split.EVAL, index).messages for index in range(40)}
     assert len(set(epoch)) + len(held_out) == 40
     assert not set(epoch) & held_out
     with pytest.raises(TaskError, match="neither"):
-        trl_task("d", ROWS)
+        trl_environment("d", ROWS)
     with pytest.raises(TaskError, match="row 0: expected a prompt"):
-        trl_task("d", [{"question": "?"}], reward_funcs=[correct])
+        trl_environment("d", [{"question": "?"}], reward_funcs=[correct])
 
 
 class Counter:
@@ -123,7 +123,7 @@ def call(name: str, **arguments) -> Message:
 
 
 def test_an_environment_of_trl_s_kind_is_played_with_tools_until_the_model_calls_none() -> None:
-    served = trl_task("count", ROWS, environment_factory=Counter)
+    served = trl_environment("count", ROWS, environment_factory=Counter)
     assert (served.converses, served.scores) == (True, False)
     task = served.draw(Split.TRAIN, 0)
     goal = json.loads(task.info)["row"]
@@ -144,7 +144,7 @@ def test_rewards_see_the_environment_and_the_whole_conversation() -> None:
         return [len(completions[0]) + 100 * environments[0].count]
 
     rows = [{**row, "n": number} for number, row in enumerate(CHATS)]
-    served = trl_task("count", rows, environment_factory=Counter, reward_funcs=[turns])
+    served = trl_environment("count", rows, environment_factory=Counter, reward_funcs=[turns])
     task = served.draw(Split.TRAIN, 0)
     outcome = asyncio.run(served.rollout(task, Scripted(call("add", by=7), "done")))
     assert outcome.reward == 703 + float(json.loads(task.info)["row"] == 7)
@@ -157,7 +157,9 @@ def test_a_call_whose_arguments_are_no_json_is_answered_with_an_error_and_shown_
         seen.extend(one["tool_calls"][0]["function"]["arguments"] for one in completions[0] if "tool_calls" in one)
         return [1.0]
 
-    served = trl_task("count", [{**row, "n": 1} for row in CHATS], environment_factory=Counter, reward_funcs=[calls])
+    served = trl_environment(
+        "count", [{**row, "n": 1} for row in CHATS], environment_factory=Counter, reward_funcs=[calls]
+    )
     broken = Message(Role.ASSISTANT, "", (ToolCall("c1", "add", '{"by": '),))
     model = Scripted(broken, "done")
     assert asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), model)).reward == 1.0
@@ -234,13 +236,13 @@ def test_an_openenv_server_is_played_by_seed_and_earns_what_its_steps_earn(serve
 def test_of_what_an_openenv_server_refuses_only_an_action_that_is_none_is_the_policy_s(
     server: str, said: str, kind: type[Exception]
 ) -> None:
-    served = openenv_task("game", server)
+    served = openenv_environment("game", server)
     with pytest.raises(kind):
         asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), Scripted(Message(Role.ASSISTANT, said))))
 
 
 def test_an_openenv_server_that_is_away_is_the_environment_s_failure() -> None:
-    served = openenv_task("game", "http://127.0.0.1:9")
+    served = openenv_environment("game", "http://127.0.0.1:9")
     with pytest.raises(EnvironmentFailed):
         served.draw(Split.TRAIN, 0)
 
@@ -255,7 +257,7 @@ def verifiers(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("verifiers")
 def test_a_verifiers_taskset_is_drawn_and_its_episodes_earn_what_their_traces_earn() -> None:
     env: Any = {"rewards": [0.5, 0.25], "taskset": {"system": "Be brief."}}
-    served = verifiers_task("sums", taskset="add", env=env, most_tasks=5, max_running=7, eval_share=0.5)
+    served = verifiers_environment("sums", taskset="add", env=env, most_tasks=5, max_running=7, eval_share=0.5)
     assert (served.name, served.converses, served.scores, served.max_running) == ("sums", True, False, 7)
     drawn = [served.draw(split, index) for split in Split for index in range(30)]
     assert {tuple(one.content for one in task.messages) for task in drawn} == {
@@ -278,7 +280,7 @@ def test_a_verifiers_taskset_is_drawn_and_its_episodes_earn_what_their_traces_ea
 @pytest.mark.usefixtures("verifiers")
 def test_what_goes_wrong_in_a_verifiers_episode_or_before_it_is_the_environment_s_failure() -> None:
     def of(**env: Any) -> Any:
-        return verifiers_task("sums", taskset="add", env=env, most_tasks=5)
+        return verifiers_environment("sums", taskset="add", env=env, most_tasks=5)
 
     async def failures(served: Any) -> list[str]:
         task = served.draw(Split.TRAIN, 0)

@@ -9,7 +9,7 @@ import pytest
 from shoal.config import TaskConfig
 from shoal.rollout.evaluation import held_out_tasks
 from shoal.tasks.jsonl import JsonlService
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 from shoal.types import Split
 
 
@@ -39,5 +39,5 @@ class Game:
 
 
 def test_games_with_equal_words_and_another_state_are_different_questions() -> None:
-    tasks, told = held_out_tasks(task("game")(Game), 16)
+    tasks, told = held_out_tasks(environment("game")(Game), 16)
     assert (len(tasks), told) == (16, "")

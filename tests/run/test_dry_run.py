@@ -22,13 +22,13 @@ RIGHT = ("[1.0] * n", "[True] * n", "(1,) * n", "[None] * n", "numpy.ones(n)", "
 MODULE = """
 import numpy
 
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 
 def reward(prompts, completions, **columns):
     n = len(completions)
     return GIVEN
 
-@task("own")
+@environment("own")
 class Own:
     def draw(self, rng):
         return Question(f"say {rng.randrange(10**9)}", "x")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.environments.openenv import openenv_task
+from shoal.environments.openenv import openenv_environment
 from shoal.tasks.sdk import PolicyFailed
 from shoal.types import Message, Role, Split
 
@@ -27,7 +27,7 @@ class Scripted:
 
 def played_game(url: str) -> None:
     """Two letters that are in the word, and one that is not."""
-    served = openenv_task("game", url, system="One letter at a time.")
+    served = openenv_environment("game", url, system="One letter at a time.")
     task = served.draw(Split.TRAIN, 0)
     assert task == served.draw(Split.TRAIN, 0)
     assert task.messages[0].role is Role.SYSTEM

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed, Question, task
+from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed, Question, environment
 from shoal.types import Outcome
 
 
@@ -31,28 +31,28 @@ class Sums:
         return float(len(answer) % 2)
 
 
-@task("fast", version="1", max_running=64)
+@environment("fast", version="1", max_running=64)
 class Fast(Sums):
     seconds = 0.1
 
 
-@task("slow", version="1", max_running=512)
+@environment("slow", version="1", max_running=512)
 class Slow(Sums):
     seconds = 2.0
 
 
-@task("flaky", version="1", max_running=64)
+@environment("flaky", version="1", max_running=64)
 class Flaky(Sums):
     seconds = 0.1
     failing = 0.3
 
 
-@task("words")
+@environment("words")
 def words(rng):
     return Question(f"say {rng.choice('abcdefghij')}{rng.randrange(1000)}", answer="x", scorer="contains")
 
 
-@task("letters")
+@environment("letters")
 @dataclass
 class Letters:
     """Asks for as many letters as the configuration says."""
@@ -63,7 +63,7 @@ class Letters:
         return "".join(rng.choices("abcdefgh", k=self.count))
 
 
-@task("moods")
+@environment("moods")
 class Moods:
     """Does what the question says."""
 
@@ -90,7 +90,7 @@ class Moods:
         return 0.25
 
 
-@task("mortal")
+@environment("mortal")
 class Mortal:
     """Its process dies in the middle of a rollout, once."""
 

@@ -1,5 +1,5 @@
 """What a process with verifiers serves."""
 
-from shoal.environments.verifiers import verifiers_task
+from shoal.environments.verifiers import verifiers_environment
 
-guess = verifiers_task("guess", taskset="vf_guess", env={"agent": {"runtime": {"type": "subprocess"}}})
+guess = verifiers_environment("guess", taskset="vf_guess", env={"agent": {"runtime": {"type": "subprocess"}}})

@@ -132,10 +132,10 @@ def test_a_hostile_image_is_no_picture(name: str) -> None:
 CARELESS = """
 import io
 from PIL import Image
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 
 
-@task("glyphs")
+@environment("glyphs")
 class careless:
     media = ("image/png", "text/html")
 
@@ -267,9 +267,9 @@ def test_attachments_pass_through_a_real_server_beside_the_frames(tmp_path: Path
 FUNCTION = {"name": "function", "path": "my_rewards:mine"}
 JUDGE = {"name": "judge", "url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "right?"}
 READS = """
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 
-@task("glyphs")
+@environment("glyphs")
 class reads:
     media = ("image/png",)
 

@@ -236,12 +236,12 @@ def test_tool_calls_travel_as_messages_and_are_written_as_the_taker_s_template_d
 def written(tmp_path: Path, body: str, name: str = "odd") -> OwnTask:
     """A task in a file of its own."""
     file = tmp_path / f"{name}.py"
-    file.write_text("from shoal.tasks.sdk import Question, task\n" + textwrap.dedent(body))
+    file.write_text("from shoal.tasks.sdk import Question, environment\n" + textwrap.dedent(body))
     return own_task(definition_at(f"{file}:{name}"))
 
 
 SUMS = """
-    @task("odd")
+    @environment("odd")
     class odd:
         def draw(self, rng):
             a, b = rng.randrange(100), rng.randrange(100)
@@ -257,7 +257,7 @@ def test_a_task_is_taken_by_nodes_with_the_same_name_and_source_only(tmp_path: P
     folders = [tmp_path / name for name in names]
     for folder in folders:
         folder.mkdir()
-    bodies = (SUMS, SUMS, SUMS.replace("100", "99"), SUMS.replace('@task("odd")', '@task("even")'))
+    bodies = (SUMS, SUMS, SUMS.replace("100", "99"), SUMS.replace('@environment("odd")', '@environment("even")'))
     author, same, *others = (written(folder, body) for folder, body in zip(folders, bodies, strict=True))
     assert author.digest == same.digest
 
@@ -304,7 +304,7 @@ def test_the_code_that_reads_peers_text_gets_nothing_of_this_machine(tmp_path: P
                 return dict(os.environ)["PATH"]
             return [touch, read, connect, run, fork, environment]
 
-        @task("odd")
+        @environment("odd")
         class odd:
             def draw(self, rng):
                 return Question(f"{{rng.random()}}", "x")
@@ -347,7 +347,7 @@ def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path) -> No
     short = written(
         tmp_path,
         """
-        @task("odd")
+        @environment("odd")
         class odd:
             def draw(self, rng):
                 return Question(f"{rng.random()}", "x")
@@ -371,7 +371,7 @@ def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path) -> No
 
 
 EVALUATES = """
-    @task("{name}")
+    @environment("{name}")
     class {name}:
         def draw(self, rng):
             return Question(f"{{rng.random()}}", "1")
@@ -415,7 +415,7 @@ def test_an_exception_with_half_of_a_character_ends_no_sandbox(tmp_path: Path) -
 
         PLAYED = []
 
-        @task("odd")
+        @environment("odd")
         class odd:
             def draw(self, rng):
                 return Question(f"{rng.random()}", "x")

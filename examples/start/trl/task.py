@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from shoal.environments.trl import trl_task
+from shoal.environments.trl import trl_environment
 
 
 def right(completions, answer, **columns):
@@ -17,4 +17,4 @@ def as_long(completions, answer, **columns):
 
 
 rows = [json.loads(line) for line in (Path(__file__).parent / "questions.jsonl").read_text().splitlines()]
-words = trl_task("words", rows, reward_funcs=[right, as_long], reward_weights=[1.0, 0.2])
+words = trl_environment("words", rows, reward_funcs=[right, as_long], reward_weights=[1.0, 0.2])

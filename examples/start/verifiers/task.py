@@ -1,5 +1,5 @@
 """What the process with verifiers serves to the run."""
 
-from shoal.environments.verifiers import verifiers_task
+from shoal.environments.verifiers import verifiers_environment
 
-words = verifiers_task("words", taskset="words_taskset", env={"agent": {"runtime": {"type": "subprocess"}}})
+words = verifiers_environment("words", taskset="words_taskset", env={"agent": {"runtime": {"type": "subprocess"}}})

@@ -1,4 +1,4 @@
-"""Environments written with the public API (`shoal.tasks.sdk`): games, and adapters of other frameworks.
+"""Environments written with the public API (`shoal.environment`): games, and adapters of other frameworks.
 
 guess_number   a number is found by asking whether it is higher or lower
 hanoi          the towers of Hanoi, a move at a time

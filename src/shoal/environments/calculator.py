@@ -11,7 +11,7 @@ import msgspec
 
 from shoal.environments.trl import converse
 from shoal.interfaces import Model
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 from shoal.types import Outcome, Role, Task
 
 MOST_CHARACTERS = 200
@@ -65,7 +65,7 @@ class Calculator(msgspec.Struct, frozen=True):
         return value_of(expression)
 
 
-calculator = task("calculator")(Calculator)
+calculator = environment("calculator")(Calculator)
 
 
 def value_of(expression: str) -> str:

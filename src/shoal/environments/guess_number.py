@@ -7,7 +7,7 @@ import re
 import msgspec
 
 from shoal.interfaces import Model
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 from shoal.types import Json, Message, Outcome, Role, Task
 
 _NUMBER = re.compile(r"\d+")
@@ -61,4 +61,4 @@ class GuessNumber(msgspec.Struct, frozen=True):
         return Outcome(reward=0.0)
 
 
-guess_number = task("guess_number")(GuessNumber)
+guess_number = environment("guess_number")(GuessNumber)

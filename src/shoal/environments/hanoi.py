@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from shoal.interfaces import Model
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 from shoal.types import Message, Outcome, Role, Task
 
 PEGS = "ABC"
@@ -56,7 +56,7 @@ class Hanoi(msgspec.Struct, frozen=True):
         return Outcome(reward=0.0)
 
 
-hanoi = task("hanoi")(Hanoi)
+hanoi = environment("hanoi")(Hanoi)
 
 
 def moved_disk(pegs: str, source: str, target: str) -> str | None:

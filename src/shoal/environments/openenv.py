@@ -1,7 +1,7 @@
 """OpenEnv's environment servers over their WebSocket; tested with openenv-core 0.3, which Shoal does not need.
 
-    from shoal.environments.openenv import openenv_task
-    wordle = openenv_task("wordle", "http://127.0.0.1:8000", system="Guess a word of five letters.")
+    from shoal.environments.openenv import openenv_environment
+    wordle = openenv_environment("wordle", "http://127.0.0.1:8000", system="Guess a word of five letters.")
 
 A task is a seed with which the environment is reset. The first observation is the question. Every answer of the model
 is an action, until the environment is done. The reward is the sum of the rewards of the steps.
@@ -29,7 +29,7 @@ REFUSED_ACTION = "VALIDATION_ERROR"
 """Error code of a server that refuses an action; all other codes are faults of the environment."""
 
 
-def openenv_task(
+def openenv_environment(
     name: str,
     url: str,
     *,

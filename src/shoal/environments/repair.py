@@ -13,7 +13,7 @@ from shoal.net.process import cores
 from shoal.reward.code import code_of, jobs_of, verdicts
 from shoal.reward.code_runner import CodeScorer
 from shoal.sandbox.runner import strongest
-from shoal.tasks.sdk import Question, task
+from shoal.tasks.sdk import Question, environment
 from shoal.types import Json, Message, Outcome, Role, Task
 
 CHECKER = Code()
@@ -60,7 +60,7 @@ class Repair(msgspec.Struct, frozen=True):
         return Outcome(reward=0.0)
 
 
-repair = task("repair", max_running=4 * cores())(Repair)
+repair = environment("repair", max_running=4 * cores())(Repair)
 
 
 async def _why_wrong(program: str, tests: list[UnitTest]) -> str:

@@ -1,8 +1,8 @@
 """Tasks written for TRL's GRPOTrainer: reward functions, tools and environments, without TRL.
 
-    from shoal.environments.trl import trl_task
-    game = trl_task("game", rows, environment_factory=Game)             # service = "python", path = "my_tasks:game"
-    sums = trl_task("sums", rows, reward_funcs=[correct, short], reward_weights=[1.0, 0.1])
+    from shoal.environments.trl import trl_environment
+    game = trl_environment("game", rows, environment_factory=Game)      # service = "python", path = "my_tasks:game"
+    sums = trl_environment("sums", rows, reward_funcs=[correct, short], reward_weights=[1.0, 0.1])
 
 Reward functions are called as in TRL, `f(prompts=..., completions=..., **columns)`, with a whole group at a time. With
 tools or environments each call has one rollout, as it ends, so a function cannot compare completions. A reward of None
@@ -28,7 +28,7 @@ from shoal.types import Json, Message, Outcome, Reward, RewardStatus, Role, Spli
 Row = Mapping[str, Json]
 
 
-def trl_task(
+def trl_environment(
     name: str,
     rows: Sequence[Row],
     *,

@@ -1,7 +1,7 @@
 """Environments written for verifiers 0.4 (`verifiers.v1`), with their own agents, tools and rewards.
 
-    from shoal.environments.verifiers import verifiers_task
-    sums = verifiers_task("sums", taskset="my-taskset")              # served by: shoal task serve my_tasks:sums ...
+    from shoal.environments.verifiers import verifiers_environment
+    sums = verifiers_environment("sums", taskset="my-taskset")       # served by: shoal task serve my_tasks:sums ...
 
 The environment runs an unchanged episode; its model is the session. verifiers pins its own releases of some packages.
 It therefore mostly lives in its own environment, where `shoal task serve` needs neither torch nor a model.
@@ -23,7 +23,7 @@ KEY_VARIABLE = "SHOAL_SESSION_KEY"
 """Name of the environment variable that verifiers reads a key from; Shoal's key is in the URL."""
 
 
-def verifiers_task(
+def verifiers_environment(
     name: str,
     *,
     taskset: str,

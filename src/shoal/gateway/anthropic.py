@@ -9,13 +9,14 @@ import msgspec
 from shoal.gateway.answer_request import AnswerRequest
 from shoal.gateway.conversation import Conversation
 from shoal.gateway.dialects import (
+    AnswerFormat,
     Body,
     Dialect,
     ModelRequest,
     Reply,
     TextPart,
-    begun_by,
     check_count,
+    continued,
     conversation,
     function_tool,
     schema_of,
@@ -64,17 +65,10 @@ class Thinking(msgspec.Struct):
     type: str
 
 
-class OutputFormat(msgspec.Struct):
-    """Format of an answer."""
-
-    type: str
-    schema: dict[str, object] | None = None
-
-
 class OutputConfig(msgspec.Struct):
     """See `output_config` in Anthropic's reference."""
 
-    format: OutputFormat | None = None
+    format: AnswerFormat | None = None
     effort: str | None = None
 
 
@@ -145,9 +139,7 @@ def conversation_of(body: MessagesRequest) -> Conversation:
     check_count("messages", len(body.messages))
     system = (Message(Role.SYSTEM, text_of("system", body.system)),) if body.system else ()
     turns = (one for i, message in enumerate(body.messages) for one in _messages(f"messages[{i}]", message))
-    whole = conversation((*system, *turns), _tools(body), _template(body))
-    messages, begun = begun_by(whole.messages)
-    return Conversation(messages, whole.tools, whole.template, begun)
+    return continued(conversation((*system, *turns), _tools(body), _template(body)))
 
 
 def _messages(where: str, message: TurnMessage) -> Iterator[Message]:

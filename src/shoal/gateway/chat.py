@@ -7,12 +7,12 @@ from typing import Literal
 import msgspec
 
 from shoal.gateway.answer_request import AnswerRequest, SamplingRequest
-from shoal.gateway.conversation import Conversation
 from shoal.gateway.dialects import (
+    ROLES,
     ModelRequest,
     TextPart,
-    begun_by,
     check_count,
+    continued,
     conversation,
     schema_of,
     stops_of,
@@ -30,7 +30,6 @@ MOST_CHOICES = 1024
 MOST_BIASES = 1024
 MOST_TOKENS = 1 << 31
 """Upper bound of token ids, exclusive: engines take 32-bit integers."""
-ROLES = {"developer": Role.SYSTEM, **{role.value: role for role in Role}}
 TEMPLATE_ARGUMENTS = ("enable_thinking", "thinking", "reasoning_effort")
 """Template arguments that clients may set; they may not set the renderer's own, such as the template."""
 
@@ -91,14 +90,9 @@ class CompletionRequest(ModelRequest, kw_only=True):
         return self.n or 1
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has the logprobs of its tokens."""
-        return False
-
-    @property
-    def top(self) -> int:
-        """Number of most likely tokens to return at each position."""
-        return 0
+    def top(self) -> int | None:
+        """Number of most likely tokens to return at each position; None without logprobs."""
+        return None
 
     @property
     def echoes(self) -> bool:
@@ -112,7 +106,7 @@ class CompletionRequest(ModelRequest, kw_only=True):
             bias = tuple((int(token), value) for token, value in (self.logit_bias or {}).items())
         except ValueError:
             raise Refusal("logit_bias", "token ids as names", list(self.logit_bias or {})[:3]) from None
-        return LogitRules(self.top, self.presence_penalty or 0.0, self.frequency_penalty or 0.0, bias)
+        return LogitRules(self.top or 0, self.presence_penalty or 0.0, self.frequency_penalty or 0.0, bias)
 
 
 class ChatRequest(CompletionRequest, kw_only=True):
@@ -138,14 +132,9 @@ class ChatRequest(CompletionRequest, kw_only=True):
             raise Refusal("top_logprobs", "logprobs = true too", self.logprobs)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has the logprobs of its tokens."""
-        return bool(self.logprobs)
-
-    @property
-    def top(self) -> int:
-        """Number of most likely tokens to return at each position."""
-        return self.top_logprobs or 0
+    def top(self) -> int | None:
+        """Number of most likely tokens to return at each position; None without logprobs."""
+        return self.top_logprobs or 0 if self.logprobs else None
 
 
 class TextRequest(CompletionRequest, kw_only=True):
@@ -164,14 +153,9 @@ class TextRequest(CompletionRequest, kw_only=True):
             raise Refusal("echo", "false in a stream", True)
 
     @property
-    def wants_logprobs(self) -> bool:
-        """Whether the answer has the logprobs of its tokens."""
-        return self.logprobs is not None
-
-    @property
-    def top(self) -> int:
-        """Number of most likely tokens to return at each position."""
-        return self.logprobs or 0
+    def top(self) -> int | None:
+        """Number of most likely tokens to return at each position; None without logprobs."""
+        return self.logprobs
 
     @property
     def echoes(self) -> bool:
@@ -234,12 +218,6 @@ def _choice(asked: str | ChosenTool | None) -> tuple[str, str]:
     return "required", asked.function.name
 
 
-def continued(spoken: Conversation) -> Conversation:
-    """Conversation in which a final assistant's text is the beginning of the next answer."""
-    messages, begun = begun_by(spoken.messages)
-    return Conversation(messages, spoken.tools, spoken.template, begun)
-
-
 def each_text(body: TextRequest) -> Sequence[TextRequest]:
     """Splits a request into one per prompt. Raises `Refusal`."""
     given: list[str | int | list[int]] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -263,7 +241,7 @@ def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
         prompt=said,
         stops=stops_of("stop", body.stop),
         rules=body.rules,
-        scores_prompt=body.echoes and body.wants_logprobs,
+        scores_prompt=body.echoes and body.top is not None,
         samples=not only_scores,
     )
 
@@ -281,9 +259,10 @@ def _tokens(where: str, prompt: Sequence[object]) -> tuple[int, ...]:
 
 
 def _message(where: str, message: ChatMessage) -> Message:
-    if message.role not in ROLES:
-        raise Refusal(f"{where}.role", f"one of {', '.join(ROLES)}", message.role)
-    role, text = ROLES[message.role], text_of(f"{where}.content", message.content)
+    roles = {**ROLES, "tool": Role.TOOL}
+    if message.role not in roles:
+        raise Refusal(f"{where}.role", f"one of {', '.join(roles)}", message.role)
+    role, text = roles[message.role], text_of(f"{where}.content", message.content)
     calls = tuple(call.tool_call for call in message.tool_calls or ()) if role is Role.ASSISTANT else ()
     return Message(role, text, calls, tool_call_id=message.tool_call_id or "")
 

@@ -141,7 +141,7 @@ def usage(replies: Sequence[Reply[R]]) -> Body:
 def _logprobs(reply: Reply[C], form: Callable[[Reply[C], int, int], Body], start: int = 0) -> Json:
     """Logprobs from index `start` on, if the client asked for them; those of a stop text are left out."""
     stop = len(reply.token_ids) - reply.answering.hidden
-    return form(reply, start, stop) if reply.request.wants_logprobs else None
+    return None if reply.request.top is None else form(reply, start, stop)
 
 
 def chat_logprobs(reply: Reply[R], start: int, stop: int) -> Body:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.gateway.token_tree import TokenTree
 
 Body: TypeAlias = dict[str, Json]
+ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 MOST_STOPS = 16
 MOST_MESSAGES = 8192
 """Messages, blocks or tools of one request: rendering more of them takes seconds, even if they are short."""
@@ -49,6 +50,13 @@ class TextPart(msgspec.Struct):
 
     type: str
     text: str | None = None
+
+
+class AnswerFormat(msgspec.Struct):
+    """Format of an answer's text."""
+
+    type: str
+    schema: dict[str, object] | None = None
 
 
 R = TypeVar("R", bound=ModelRequest)
@@ -269,9 +277,9 @@ def wanted_calls(field: str, choice: str, named: str, tools: Sequence[object] | 
     return (named,) if named else names if choice == "required" else ()
 
 
-def begun_by(messages: Sequence[Message]) -> tuple[tuple[Message, ...], str]:
-    """Messages before an answer that the client has begun, and that beginning, which may be empty."""
-    *before, last = messages
+def continued(spoken: Conversation) -> Conversation:
+    """Conversation in which the text of a final assistant's message is the beginning of the next answer."""
+    *before, last = spoken.messages
     if last.role is Role.ASSISTANT and last.content and not last.tool_calls:
-        return tuple(before), last.content
-    return tuple(messages), ""
+        return replace(spoken, messages=tuple(before), begun=last.content)
+    return spoken

@@ -8,6 +8,8 @@ import msgspec
 
 from shoal.gateway.answer_request import AnswerRequest
 from shoal.gateway.dialects import (
+    ROLES,
+    AnswerFormat,
     Body,
     Dialect,
     ModelRequest,
@@ -27,7 +29,6 @@ from shoal.types import Message, Role, ToolCall
 
 ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "top_p", "max_output_tokens")
 """Request fields that the response repeats."""
-SPEAKERS = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 
 
 class Item(msgspec.Struct):
@@ -58,13 +59,6 @@ class ChosenFunction(msgspec.Struct):
     name: str = ""
     mode: str = "auto"
     tools: list[FunctionTool] | None = None
-
-
-class AnswerFormat(msgspec.Struct):
-    """Format of an answer's text."""
-
-    type: str
-    schema: dict[str, object] | None = None
 
 
 class TextFormat(msgspec.Struct):
@@ -163,9 +157,9 @@ def _messages(items: Sequence[Item]) -> list[Message]:
         where = f"input[{i}]"
         match item.type:
             case "message":
-                if item.role not in SPEAKERS:
-                    raise Refusal(f"{where}.role", f"one of {', '.join(SPEAKERS)}", item.role)
-                messages.append(Message(SPEAKERS[item.role], text_of(f"{where}.content", item.content)))
+                if item.role not in ROLES:
+                    raise Refusal(f"{where}.role", f"one of {', '.join(ROLES)}", item.role)
+                messages.append(Message(ROLES[item.role], text_of(f"{where}.content", item.content)))
             case "function_call":
                 call = ToolCall(item.call_id, item.name, item.arguments)
                 last = messages.pop() if joins else Message(Role.ASSISTANT, "")

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from shoal import checker
 from shoal.checker import Spec
 from shoal.errors import ShoalError, TaskError
-from shoal.net.server import HANDLERS, Refused, body, decoded, guarded, json, refusal
+from shoal.net.server import HANDLERS, Refused, body, decoded, exposition, guarded, json, refusal
 from shoal.reward.code import tests_in
 from shoal.reward.remote import MOST_ANSWERS, MOST_BODY_BYTES, ScoreReply, ScoreRequest
 from shoal.reward.service import RewardService
@@ -103,9 +103,7 @@ class RewardServer:
         return json({"status": "ok", "backend": works[0] if works else None, "waiting": self._waiting})
 
     async def _metrics(self, _: Request) -> Response:
-        lines = [f"shoal_rewards_{name}_total {value}" for name, value in self._counts.items()]
-        lines += [f"shoal_{name} {value:g}" for name, value in self._service.values.items()]
-        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+        return exposition("shoal_rewards", self._counts, self._service.values)
 
     async def _refused(self, _: Request, error: Exception) -> Response:
         self._counts["refused"] += 1

@@ -6,30 +6,34 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
 
 import msgspec
 from pydantic import JsonValue
 
 from shoal.config import Config, parse
 from shoal.errors import ConfigError, TaskError
+from shoal.interfaces import RewardFunction
 from shoal.plugins import name_of
 from shoal.run.demo_model.warm_start import DEMO_TASK
 from shoal.run.result import Result
 from shoal.tasks.sdk import Definition
 
-TaskSource: TypeAlias = str | Path | Mapping[str, object] | Definition | type
+if TYPE_CHECKING:
+    from shoal.run.keywords import Settings, TaskSettings
+
+TaskSource: TypeAlias = "str | Path | Mapping[str, object] | TaskSettings | Definition | type"
 """Reasoning-gym dataset by name, JSONL file, table of `[[tasks]]`, or environment."""
 
 
 def train(
     model: str | os.PathLike[str] = "demo",
     tasks: Sequence[TaskSource] | TaskSource | None = None,
-    reward: object = None,
+    reward: RewardFunction | str | None = None,
     *,
     resume: bool = False,
     progress: bool = True,
-    **settings: object,
+    **settings: "Unpack[Settings]",
 ) -> Result:
     """Trains a model and returns the run's figures; `run_dir` and `resume` continue a stopped run.
 
@@ -61,8 +65,8 @@ def train_with_progress(config: Config, *, resume: bool = False) -> Result:
 def config_of(
     model: str | os.PathLike[str],
     tasks: Sequence[TaskSource] | TaskSource | None = None,
-    reward: object = None,
-    **settings: object,
+    reward: RewardFunction | str | None = None,
+    **settings: "Unpack[Settings]",
 ) -> Config:
     """Builds the configuration of `train` and `open_policy`. Raises `ConfigError`, which names the keyword.
 

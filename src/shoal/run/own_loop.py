@@ -6,8 +6,10 @@ import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Unpack
 
 from shoal.experience.buffer import Buffer
+from shoal.interfaces import RewardFunction
 from shoal.run.assemble import orchestrator, playing, serving
 from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
@@ -18,13 +20,16 @@ from shoal.run.teacher import text_teacher
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.weights.store import WeightStore
 
+if TYPE_CHECKING:
+    from shoal.run.keywords import Settings
+
 
 @asynccontextmanager
 async def open_policy(
     model: str | os.PathLike[str] = "demo",
     tasks: Sequence[TaskSource] | TaskSource | None = None,
-    reward: object = None,
-    **settings: object,
+    reward: RewardFunction | str | None = None,
+    **settings: "Unpack[Settings]",
 ) -> AsyncIterator[Policy]:
     """Starts an engine and a trainer with a model; arguments are those of `train`. Raises a `ShoalError`.
 

@@ -1,6 +1,6 @@
-"""Tasks of authors: a class with the methods below, or only a function that draws questions.
+"""Environments of authors: a class with the methods below, or only a function that draws questions.
 
-    @task("sums", version="1")
+    @environment("sums", version="1")
     class Sums:
         def draw(self, rng):                              # -> Question, or a text
             a, b = rng.randrange(100), rng.randrange(100)
@@ -20,8 +20,8 @@
         def read(self, question, attachments):            # optional: an own question for a peer's
             return Question(as_text(attachments[0]))      # attachments are bytes; ValueError refuses them
 
-`draw` gets a generator whose seed is the hash of the task's name, the split and the index. A question that belongs to
-the other split by its text is drawn again. Draws are therefore repeatable, and held-out questions stay held out.
+`draw` gets a generator whose seed is the hash of the environment's name, the split and the index. A question that
+belongs to the other split by its text is drawn again. So draws repeat, and held-out questions stay held out.
 Methods may be `async` or not; plain methods run in threads. Each process that serves the class makes one object of it.
 """
 
@@ -79,7 +79,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Definition(Environment):
-    """A task of an author who wrote `draw` and perhaps `rollout`, `score`, `scores` or `check`."""
+    """An environment of an author who wrote `draw` and perhaps `rollout`, `score`, `scores` or `check`."""
 
     name: str
     author: Any
@@ -250,7 +250,7 @@ class _Drawing:
     draw: Callable[..., Question | str]
 
 
-def task(
+def environment(
     name: str,
     *,
     version: str = "1",
@@ -258,7 +258,7 @@ def task(
     max_running: int | None = None,
     timeout_s: float = 300.0,
 ) -> Callable[[object], Definition]:
-    """Decorates a class, or a function that draws, as a task.
+    """Decorates a class, or a function that draws, as an environment.
 
     `max_running` is the number of rollouts at once in one process, `timeout_s` the seconds that one rollout may take.
     """
@@ -273,7 +273,7 @@ def task(
 
 
 def definition_at(path: str) -> Definition:
-    """The task that `module:name` names. Raises `ConfigError` and `TaskError`.
+    """The environment that `module:name` names. Raises `ConfigError` and `TaskError`.
 
     The name may be of a decorated class or function, a `Definition`, a callable that returns a `Definition`, or an
     object with a name that draws `Task`s by split and index.
@@ -283,12 +283,12 @@ def definition_at(path: str) -> Definition:
         try:
             found = found()
         except TypeError as error:
-            raise TaskError(f"task: {path!r} is not a task: {error}") from error
+            raise TaskError(f"task: {path!r} is not an environment: {error}") from error
     if isinstance(found, Definition):
         return found
     if isinstance(name := getattr(found, "name", None), str) and callable(getattr(found, "draw", None)):
         return Definition(name, found)
-    raise TaskError(f"task: {path!r} is not a task; decorate it with shoal.tasks.sdk.task")
+    raise TaskError(f"task: {path!r} is not an environment; decorate it with shoal.environment")
 
 
 def outcome_of(said: object) -> Outcome:

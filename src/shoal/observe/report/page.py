@@ -5,24 +5,15 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-import jinja2
-
 from shoal.experience.counts import TaskCounts
-from shoal.observe.answers import changes, quoted, reward_text
+from shoal.observe.answers import changes
 from shoal.observe.metrics import Record, number
 from shoal.observe.progress import event_text
 from shoal.observe.report.figure import subtitle
 from shoal.observe.runs import RunRecords
 from shoal.observe.status import warnings_of
-from shoal.observe.view.prose import visible
+from shoal.observe.view.pages import PAGES
 from shoal.observe.view.standing import figures, lead
-
-MOST_SHOWN = 300
-"""Characters of a question or an answer in a table."""
-PAGES = jinja2.Environment(
-    loader=jinja2.PackageLoader("shoal.observe.view"), autoescape=True, undefined=jinja2.StrictUndefined
-)
-PAGES.filters.update(visible=visible, quoted=lambda text: quoted(str(text), MOST_SHOWN), reward=reward_text)
 
 
 def page_html(

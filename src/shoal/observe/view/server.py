@@ -22,7 +22,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-import jinja2
 import msgspec
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -45,7 +44,8 @@ from shoal.observe.token_files import trained_tokens
 from shoal.observe.view.cost import Prices, costs
 from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
-from shoal.observe.view.prose import markdown_of_a_page, prose, visible
+from shoal.observe.view.pages import PAGES
+from shoal.observe.view.prose import markdown_of_a_page
 from shoal.observe.view.reading import asked, glances, said, shortened, shown
 from shoal.observe.view.standing import figures, last_step, lead
 from shoal.observe.view.swarm import influence, swarm_status
@@ -105,10 +105,6 @@ class ViewServer:
         self._token, self._folder = token.encode(), folder
         self.show(runs)
         self._extras: dict[str, Extras] = {}
-        templates = jinja2.PackageLoader("shoal.observe.view")
-        self._pages = jinja2.Environment(loader=templates, autoescape=True, undefined=jinja2.StrictUndefined)
-        self._pages.filters["visible"] = visible
-        self._pages.filters["prose"] = prose
         self.app = Starlette(
             routes=[
                 Route("/", self._overview),
@@ -168,7 +164,7 @@ class ViewServer:
     def _page(self, http: Request, template: str, *, code: int = 200, **values: object) -> Response:
         shown = {"runs": list(self._runs), "page": http.url.path, "run": None, **values}
         with markdown_of_a_page():
-            return HTMLResponse(self._pages.get_template(template).render(shown), code)
+            return HTMLResponse(PAGES.get_template(template).render(shown), code)
 
     async def _refusal(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, ShoalError)
