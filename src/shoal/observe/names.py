@@ -59,6 +59,6 @@ COUNTS = frozenset(name for name, one in _TABLE.step.items() if one.counts)
 LABELS: Mapping[str, str] = {name: one.label for name, one in (_TABLE.step | _TABLE.eval).items() if one.label}
 """Words for numbers that share a chart with others."""
 PARTS: Mapping[str, str] = {name.split("/")[0]: name.split("/")[1][1:-1] for name in STEP_NAMES if "/" in name}
-"""What the part after the slash of a name is: a task, bounds or versions. It is the label for Prometheus."""
+"""Kind of the part after the slash of a name: a task, bounds or versions. It is the label for Prometheus."""
 CHARTS: Mapping[str, Sequence[Chart]] = _TABLE.charts
 """Charts of each page."""

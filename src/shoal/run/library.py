@@ -28,7 +28,7 @@ TaskSource: TypeAlias = "str | Path | Mapping[str, object] | TaskSettings | Defi
 
 def train(
     model: str | os.PathLike[str] = "demo",
-    tasks: Sequence[TaskSource] | TaskSource | None = None,
+    tasks: "Sequence[TaskSource] | TaskSource | None" = None,
     reward: RewardFunction | str | None = None,
     *,
     resume: bool = False,
@@ -64,7 +64,7 @@ def train_with_progress(config: Config, *, resume: bool = False) -> Result:
 
 def config_of(
     model: str | os.PathLike[str],
-    tasks: Sequence[TaskSource] | TaskSource | None = None,
+    tasks: "Sequence[TaskSource] | TaskSource | None" = None,
     reward: RewardFunction | str | None = None,
     **settings: "Unpack[Settings]",
 ) -> Config:
@@ -114,7 +114,7 @@ def _plain(keyword: str, value: object) -> JsonValue:
     return cast(JsonValue, msgspec.to_builtins(value, enc_hook=named))
 
 
-def _tables(tasks: Sequence[TaskSource] | TaskSource | None) -> list[dict[str, JsonValue]]:
+def _tables(tasks: "Sequence[TaskSource] | TaskSource | None") -> list[dict[str, JsonValue]]:
     """Tables of `[[tasks]]`; rows with a `prompt` become a file of questions, and None is the demo's task."""
     if tasks is None:
         return [DEMO_TASK]
@@ -126,7 +126,7 @@ def _tables(tasks: Sequence[TaskSource] | TaskSource | None) -> list[dict[str, J
     return [_task(one) for one in tasks]
 
 
-def _task(source: TaskSource) -> dict[str, JsonValue]:
+def _task(source: "TaskSource") -> dict[str, JsonValue]:
     """Table of `[[tasks]]` for one source."""
     if isinstance(source, Mapping):
         return {str(key): _plain(f"tasks.{key}", value) for key, value in source.items()}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @asynccontextmanager
 async def open_policy(
     model: str | os.PathLike[str] = "demo",
-    tasks: Sequence[TaskSource] | TaskSource | None = None,
+    tasks: "Sequence[TaskSource] | TaskSource | None" = None,
     reward: RewardFunction | str | None = None,
     **settings: "Unpack[Settings]",
 ) -> AsyncIterator[Policy]:
