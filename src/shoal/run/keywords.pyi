@@ -43,6 +43,8 @@ class TaskSettings(TypedDict, total=False):
     """Text before every question. `reasoning_gym:default` is reasoning-gym's instruction, which asks for `<answer>` tags."""
     rewrite: Sequence[Sequence[str]]
     """Pairs of regular expression and replacement that shorten questions."""
+    max_running: int | None
+    """Rollouts of this task at once, and one group at least; unset, what its code and the run allow."""
     agent: str | Sequence[str] | Mapping[str, Any] | None | Callable[..., Any]
     """`module:function`, a command, or a table; see docs/guides/agents.md."""
 
@@ -55,8 +57,8 @@ class RolloutSettings(TypedDict, total=False):
     """Answer budget in tokens."""
     temperature: float
     """Sampling temperature."""
-    ratios: Literal["fixed", "tokens", "automatic"]
-    """Whether weights are of groups or tokens, or follow informative groups (0.1 to 4 times)."""
+    ratios: Literal["fixed", "chance", "tokens", "automatic"]
+    """Whether weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups (0.1 to 4 times)."""
 
 class EngineSettings(TypedDict, total=False):
     """Where answers come from."""
@@ -149,7 +151,7 @@ class TrainSettings(TypedDict, total=False):
     lr: float
     """Peak learning rate."""
     warmup_steps: int
-    """Updates over which the learning rate rises."""
+    """Updates over which the learning rate rises, at first and after each reset."""
     lr_schedule: Literal["constant", "cosine", "linear"]
     """Decay to 0 over the remaining updates."""
     betas: Sequence[float]
@@ -157,11 +159,9 @@ class TrainSettings(TypedDict, total=False):
     weight_decay: float
     """AdamW's weight decay."""
     max_grad_norm: float
-    """Global gradient norm above which gradients are scaled down."""
+    """Global gradient norm above which gradients are scaled down; 0 is off."""
     reset_optimizer_at_push: bool
     """Forget Adam's moments at every push (GLM-5)."""
-    rewarm_updates: int
-    """Updates of warm-up after a reset."""
     tokens_per_microbatch: int | None
     """Packing budget; derived when unset."""
     offload: Literal["none", "optimizer"]
@@ -203,9 +203,7 @@ class CheckpointSettings(TypedDict, total=False):
     keep: int
     """Checkpoints kept."""
     backup: str | PathLike[str]
-    """Folder or URL to which log and checkpoints are copied; empty is off."""
-    backup_s: float
-    """Seconds between copies."""
+    """Folder or URL to which log and checkpoints are copied all along; empty is off."""
 
 class LogSettings(TypedDict, total=False):
     """How much of the experience log stays in one file."""
@@ -324,8 +322,8 @@ class Settings(TrainSettings, total=False):
     """Answer budget in tokens."""
     temperature: float
     """Sampling temperature."""
-    ratios: Literal["fixed", "tokens", "automatic"]
-    """Whether weights are of groups or tokens, or follow informative groups (0.1 to 4 times)."""
+    ratios: Literal["fixed", "chance", "tokens", "automatic"]
+    """Whether weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups (0.1 to 4 times)."""
     count: int
     """Local engine processes; with 0 all join from other hosts."""
     max_running: int
@@ -353,9 +351,7 @@ class Settings(TrainSettings, total=False):
     keep: int
     """Checkpoints kept."""
     backup: str | PathLike[str]
-    """Folder or URL to which log and checkpoints are copied; empty is off."""
-    backup_s: float
-    """Seconds between copies."""
+    """Folder or URL to which log and checkpoints are copied all along; empty is off."""
     keep_steps: int
     """Steps in log.sqlite; older ones go to Parquet files; 0 keeps all."""
     trackers: Sequence[str | Callable[..., Any]]
