@@ -69,8 +69,8 @@ def test_an_example_runs_and_has_at_most_30_lines(
         assert (run / "model" / "model.safetensors").is_file()
 
 
-def test_the_front_door_has_about_fifteen_names_with_docstrings_and_loads_no_torch() -> None:
-    assert 12 <= len(shoal.__all__) <= 18
+def test_the_front_door_has_under_thirty_names_with_docstrings_and_loads_no_torch() -> None:
+    assert 12 <= len(shoal.__all__) < 30
     assert all(getattr(shoal, name).__doc__ for name in shoal.__all__)
     script = "import sys, shoal; assert shoal.train and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -12,7 +12,7 @@ from shoal.observe.progress import event_text
 from shoal.observe.report.figure import subtitle
 from shoal.observe.runs import RunRecords
 from shoal.observe.status import warnings_of
-from shoal.observe.view.pages import PAGES
+from shoal.observe.view.prose import PAGES
 from shoal.observe.view.standing import figures, lead
 
 

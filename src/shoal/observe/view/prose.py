@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import jinja2
 import nh3
 from latex2mathml.converter import convert
 from markdown_it import MarkdownIt
@@ -21,6 +22,8 @@ from markdown_it.token import Token
 from markupsafe import Markup
 from mdit_py_plugins.amsmath import amsmath_plugin
 from mdit_py_plugins.dollarmath import dollarmath_plugin
+
+from shoal.observe.answers import quoted, reward_text
 
 MOST_FORMULA_CHARACTERS = 1000
 MOST_FORMULAS = 100
@@ -135,3 +138,15 @@ def _markdown() -> MarkdownIt:
 
 
 _MARKDOWN = _markdown()
+MOST_SHOWN = 300
+"""Characters of a question or an answer in a table."""
+PAGES = jinja2.Environment(
+    loader=jinja2.PackageLoader("shoal.observe.view"), autoescape=True, undefined=jinja2.StrictUndefined
+)
+"""Templates of all pages; they escape every text that is not `Markup`."""
+PAGES.filters |= {
+    "visible": visible,
+    "prose": prose,
+    "quoted": lambda text: quoted(str(text), MOST_SHOWN),
+    "reward": reward_text,
+}

@@ -44,8 +44,7 @@ from shoal.observe.token_files import trained_tokens
 from shoal.observe.view.cost import Prices, costs
 from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
-from shoal.observe.view.pages import PAGES
-from shoal.observe.view.prose import markdown_of_a_page
+from shoal.observe.view.prose import PAGES, markdown_of_a_page
 from shoal.observe.view.reading import asked, glances, said, shortened, shown
 from shoal.observe.view.standing import figures, last_step, lead
 from shoal.observe.view.swarm import influence, swarm_status
