@@ -16,7 +16,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.cluster.registry import EngineRole, OtherRun, RunInfo, run_info
+from shoal.cluster.registry import EngineRole, OtherRun, RunInfo, first_info, run_info
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine import protocol
 from shoal.engine.detect_server import connect
@@ -62,7 +62,7 @@ class EngineHost:
         while True:
             client = Client(self.url, token=self.token)
             try:
-                info = await run_info(client)
+                info = await first_info(client, announce)
                 puller = VersionPuller(client, self.folder / info.key.hex()[:16], info.key)
                 if info.adapters and self.command:
                     raise ConfigError("COMMAND: expected none, a Tinker server needs the adapters of Shoal's engine")

@@ -15,10 +15,13 @@ import msgspec
 
 from shoal.cluster.files import FileShelf
 from shoal.cluster.registry import Gathered, RankRole
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, WireError
 from shoal.files import sync
-from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
-from shoal.trainer.messages import ANSWER_TIMEOUT_S
+from shoal.net.run_server import LeasedWorker, NotWanted, RunServer, WorkerLost
+from shoal.trainer.messages import answer_from
+
+START_TIMEOUT_S = 300.0
+"""Seconds that a rank may take to start its process, which loads nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +48,10 @@ class RemoteRank:
             answer = await self.worker.call(frame, timeout_s)
         for path in await asyncio.to_thread(lambda: [*filled.iterdir()] if filled else []):
             await asyncio.to_thread(sync, path)
+        try:
+            answer_from(answer)
+        except WireError as error:  # the run goes on with other ranks
+            raise WorkerLost(f"{self.worker.name} answered something else than expected: {error}") from None
         return answer
 
     async def died(self) -> object:
@@ -92,10 +99,9 @@ class RankGroup:
                 order = sorted(self._members, key=self._place)
                 first = self._members[order[0]][0]
                 workers = [self._members[name][1] for name in order]
-                async with asyncio.TaskGroup() as tasks:
-                    for index, worker in enumerate(workers):
-                        word = Gathered(index, self._count, self._per_host, f"{first.address}:{first.port}")
-                        tasks.create_task(worker.call(msgspec.json.encode(word), ANSWER_TIMEOUT_S))
+                master = f"{first.address}:{first.port}"
+                words = [Gathered(index, self._count, self._per_host, master) for index in range(self._count)]
+                await asyncio.gather(*map(_started, workers, words))  # its first error, not a group of errors
                 yield [RemoteRank(worker, shelf) for worker in workers]
         finally:
             server.close(RankRole)
@@ -106,3 +112,11 @@ class RankGroup:
         """Order of a rank: by the number that its launcher gave, else by host and arrival."""
         role, _ = self._members[name]
         return (-1 if role.rank is None else role.rank, role.address, list(self._members).index(name))
+
+
+async def _started(worker: LeasedWorker, word: Gathered) -> None:
+    """Has a rank start its process. Raises `WorkerLost`."""
+    try:
+        await worker.call(msgspec.json.encode(word), START_TIMEOUT_S)
+    except TimeoutError:
+        raise WorkerLost(f"{worker.name} has not started its process in {START_TIMEOUT_S:g} s") from None

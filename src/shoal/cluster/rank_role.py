@@ -9,7 +9,7 @@ The model, checkpoints and Versions pass as files into and out of a temporary fo
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,7 @@ import msgspec
 
 from shoal import wire
 from shoal.cluster.files import NAME, fetch_files, send_files
-from shoal.cluster.registry import Gathered, OtherRun, RankRole, run_info
+from shoal.cluster.registry import Gathered, OtherRun, RankRole, first_info, run_info
 from shoal.errors import ChildDied, EngineUnavailable, ShoalError, WireError
 from shoal.net.client import Client
 from shoal.net.joining import ASK_AGAIN_S, NUMBER, Answering, hold_lease
@@ -62,7 +62,7 @@ class RankHost:
         while True:
             client = Client(self.url, token=self.token)
             try:
-                info = await run_info(client)
+                info = await first_info(client, announce)
                 try:
                     model_dir = await VersionPuller(client, self.folder / info.key.hex()[:16], info.key).pull(0)
                 except EngineUnavailable as error:  # the run has ended meanwhile, or another one began
@@ -98,6 +98,12 @@ class _Link:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(asyncio.to_thread, shutil.rmtree, self._work, ignore_errors=True)
             children: list[Child] = []
+            answering, turn = set[asyncio.Task[bytes]](), asyncio.Lock()
+            stack.push_async_callback(_cancelled, answering)
+
+            async def in_turn(request: bytes) -> bytes:
+                async with turn:
+                    return wire.encode(await self._answer(children[0], request))
 
             async def answer(request: bytes) -> bytes:
                 if not children:
@@ -106,7 +112,10 @@ class _Link:
                     beating = asyncio.create_task(_beat(socket, child), name="heartbeat")
                     stack.callback(beating.cancel)
                     return b""
-                return wire.encode(await self._answer(children[0], request))
+                task = asyncio.create_task(in_turn(request), name="request")
+                answering.add(task)
+                task.add_done_callback(answering.discard)
+                return await asyncio.shield(task)  # the worker goes on with a cancelled request, and fills its folder
 
             yield answer
 
@@ -159,6 +168,12 @@ class _Link:
             case SaveCheckpoint(ticket) | LoadCheckpoint(ticket):
                 return ticket, changed(request, directory=work)
         return "", request
+
+
+async def _cancelled(tasks: Collection[asyncio.Task[bytes]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _beat(socket: aiohttp.ClientWebSocketResponse, child: Child) -> None:

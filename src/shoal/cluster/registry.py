@@ -2,13 +2,14 @@
 
 import asyncio
 import secrets
+from collections.abc import Callable
 from typing import Annotated, TypeAlias
 
 import msgspec
 
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.net.client import TOKEN_VARIABLE, Client
-from shoal.net.joining import ASK_AGAIN_S, PROTOCOL, UNAUTHORIZED, RunRole
+from shoal.net.joining import ASK_AGAIN_S, PROTOCOL, UNAUTHORIZED, RunRole, waiting, without_repeats
 from shoal.types import Sampling
 
 PROCESS = secrets.token_hex(8)
@@ -79,25 +80,34 @@ class OtherRun(ShoalError):
 
 
 async def run_info(client: Client, key: bytes | None = None) -> RunInfo:
-    """Asks the run about itself; waits for as long as it does not answer.
+    """Asks the run about itself.
 
-    Raises `ConfigError` without its token, and for a certificate that is not trusted here; with a `key`, raises
-    `OtherRun` when a run with another one answers.
+    Raises `EngineUnavailable` when no run answers, `ConfigError` without its token and for a certificate that is not
+    trusted here; with a `key`, raises `OtherRun` when a run with another one answers.
     """
+    try:
+        info = await client.ask("GET", "/v1/run", RunInfo)
+    except EngineUnavailable as error:
+        if UNTRUSTED in str(error):
+            raise ConfigError(f"{error}; SSL_CERT_FILE names the authority of its certificate") from None
+        raise
+    except RequestRefused as error:  # a run that begins has no such route yet
+        if f"HTTP {UNAUTHORIZED}" in str(error):
+            raise ConfigError(f"{client.url} wants its token; set {TOKEN_VARIABLE}") from None
+        raise EngineUnavailable(str(error)) from None
+    if info.protocol != PROTOCOL:
+        raise ConfigError(f"{client.url}: expected protocol {PROTOCOL}, got {info.protocol}; install its Shoal")
+    if key not in (None, info.key):
+        raise OtherRun(f"another run answers at {client.url}")
+    return info
+
+
+async def first_info(client: Client, announce: Callable[[str], None]) -> RunInfo:
+    """Description of the run, as soon as it answers. Raises `ConfigError` as `run_info` does."""
+    say = without_repeats(announce)
     while True:
         try:
-            info = await client.ask("GET", "/v1/run", RunInfo)
+            return await run_info(client)
         except EngineUnavailable as error:
-            if UNTRUSTED in str(error):
-                raise ConfigError(f"{error}; SSL_CERT_FILE names the authority of its certificate") from None
-            await asyncio.sleep(ASK_AGAIN_S)
-        except RequestRefused as error:  # a run that begins has no such route yet
-            if f"HTTP {UNAUTHORIZED}" in str(error):
-                raise ConfigError(f"{client.url} wants its token; set {TOKEN_VARIABLE}") from None
-            await asyncio.sleep(ASK_AGAIN_S)
-        else:
-            if info.protocol != PROTOCOL:
-                raise ConfigError(f"{client.url}: expected protocol {PROTOCOL}, got {info.protocol}; install its Shoal")
-            if key not in (None, info.key):
-                raise OtherRun(f"another run answers at {client.url}")
-            return info
+            say(waiting(client.url, error))
+        await asyncio.sleep(ASK_AGAIN_S)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shoal.cluster.registry import OtherRun, RewardsRole, run_info
+from shoal.cluster.registry import OtherRun, RewardsRole, first_info, run_info
 from shoal.config import RewardConfig
 from shoal.net.client import Client
 from shoal.net.joining import hold_lease
@@ -39,7 +39,7 @@ class RewardsHost:
         """Holds the lease of one run."""
         client = Client(self.url, token=self.token)
         try:
-            info = await run_info(client)
+            info = await first_info(client, announce)
         finally:
             await client.aclose()
         with suppress(OtherRun):

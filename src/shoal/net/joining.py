@@ -9,15 +9,15 @@ role -> run   number of a call, answer; or 0, processor time of the role in tick
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import TypeAlias
 
 import aiohttp
 import msgspec
 
-from shoal.errors import ChildDied, ConfigError, EngineUnavailable
-from shoal.net.client import LEASE_S, TOKEN_VARIABLE, Client, authorization, session
+from shoal.errors import ConfigError, EngineUnavailable
+from shoal.net.client import LEASE_S, TOKEN_VARIABLE, Client, authorization, decoded, session
 
 PROTOCOL = 2
 JOIN = "/v1/join"
@@ -76,14 +76,7 @@ async def hold_lease(
     `announce` gets each name, refusal and wait. `check` precedes each connection; its `EngineUnavailable` is retried.
     Raises `ConfigError` when the token is wrong or the run refuses the role, and what `check` raises.
     """
-    client, said = Client(url, token=token, timeout_s=LEASE_S), ""
-
-    def say(sentence: str) -> None:
-        nonlocal said
-        if sentence != said:
-            announce(sentence)
-        said = sentence
-
+    client, say = Client(url, token=token, timeout_s=LEASE_S), without_repeats(announce)
     async with session() as http:
         try:
             while True:
@@ -99,21 +92,52 @@ async def hold_lease(
                 except (aiohttp.ClientError, OSError, EngineUnavailable) as error:
                     if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == UNAUTHORIZED:
                         raise ConfigError(f"{url} wants its token; set {TOKEN_VARIABLE}") from None
-                    say(f"waiting for a run at {url}")
+                    say(waiting(url, error))
                 await asyncio.sleep(ASK_AGAIN_S)
         finally:
             await client.aclose()
 
 
+def without_repeats(announce: Callable[[str], None]) -> Callable[[str], None]:
+    """`announce` without sentences that are the same as the last one."""
+    said = ""
+
+    def say(sentence: str) -> None:
+        nonlocal said
+        if sentence != said:
+            announce(sentence)
+        said = sentence
+
+    return say
+
+
+def waiting(url: str, error: Exception) -> str:
+    """Sentence of a role that has no run yet, with the reason."""
+    if isinstance(error, aiohttp.WSServerHandshakeError):
+        why = f"it answers HTTP {error.status}"
+    elif isinstance(error, aiohttp.ClientConnectorError):
+        why = error.os_error.strerror or str(error.os_error)
+    else:
+        why = str(error) or type(error).__name__
+    return f"waiting for a run at {url}: {why}"
+
+
 async def _served(
     socket: aiohttp.ClientWebSocketResponse, answering: Answering, url: str, say: Callable[[str], None]
 ) -> None:
-    """Answers calls until the connection ends. Raises `ConfigError` for a refusal that is final."""
+    """Answers calls until the connection ends, which a call without an answer ends, too.
+
+    Raises `ConfigError` for a refusal that is final, and `EngineUnavailable` for another message than expected.
+    """
     running: dict[bytes, asyncio.Task[None]] = {}
 
     async def answer(number: bytes, request: bytes) -> None:
-        with suppress(ChildDied, aiohttp.ClientError, OSError):  # the run is away, and no longer waits
+        try:
             await socket.send_bytes(number + await answering(request))
+        except Exception as error:  # the run would wait for an answer until its deadline: it shall lose this role
+            if not isinstance(error, ConnectionError):
+                say(str(error) or type(error).__name__)
+            await socket.close()
 
     try:
         async for message in socket:
@@ -125,7 +149,9 @@ async def _served(
                 elif number in running:
                     running[number].cancel()
                 continue
-            greeting: Admitted | NotJoined = msgspec.json.decode(message.data, type=Admitted | NotJoined)
+            if message.type is not aiohttp.WSMsgType.TEXT:  # no answer to a ping, or no WebSocket frame
+                return
+            greeting: Admitted | NotJoined = decoded(message.data, Admitted | NotJoined, url)  # type: ignore[arg-type]
             if isinstance(greeting, Admitted):
                 say(f"joined {url} as {greeting.name}")
             elif greeting.again:

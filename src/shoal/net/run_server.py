@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from types import TracebackType
@@ -221,7 +221,7 @@ class RunServer:
         self._opened[_tag(kind)] = _Opened(kind, use, loop or asyncio.get_running_loop())
 
     def close(self, kind: type[RunRole]) -> None:
-        """Lets no more roles of a kind in; the uses of those there are not left."""
+        """Lets no more roles of a kind in; those there stay until their connections end."""
         self._opened.pop(_tag(kind), None)
 
     async def _list(self, _: Request) -> Response:
@@ -272,24 +272,46 @@ class RunServer:
             await asyncio.wait({serving, reading})
 
     async def _served(self, opened: _Opened, role: RunRole, worker: LeasedWorker, socket: WebSocket) -> None:
-        """Registers a role, and sends its messages."""
-        name, used = worker.name, opened.use(role, worker)
-        await _on(opened.loop, used.__aenter__())
-        self._present[name] = time.monotonic()
-        self.on_role(name, "joined")
+        """Has a role used, and sends its messages."""
+        name = worker.name
+        async with self._used(opened, role, worker):
+            self._present[name] = time.monotonic()
+            self.on_role(name, "joined")
+            try:
+                with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the role disconnects
+                    await _send(socket, Admitted(name))
+                    while message := await worker.outgoing.get():
+                        await socket.send_bytes(message)
+                    await socket.close()
+            finally:
+                del self._present[name]
+                self.on_role(name, "left")
+
+    @contextlib.asynccontextmanager
+    async def _used(self, opened: _Opened, role: RunRole, worker: LeasedWorker) -> AsyncIterator[None]:
+        """Has a role used within the block. Raises a `ShoalError`."""
+        entered, left = asyncio.Event(), asyncio.Event()
+
+        async def use() -> None:  # enters and leaves in one task, which a lost connection does not separate
+            async with opened.use(role, worker):
+                self.loop.call_soon_threadsafe(entered.set)
+                await left.wait()
+
+        using = asyncio.create_task(_on(opened.loop, use()), name=f"using {worker.name}")
+        using.add_done_callback(lambda _: entered.set())
         try:
-            with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the role disconnects
-                await _send(socket, Admitted(name))
-                while message := await worker.outgoing.get():
-                    await socket.send_bytes(message)
-                await socket.close()
+            await entered.wait()
+            if using.done():
+                using.result()
+            yield
         finally:
-            del self._present[name]
             worker.lose()
-            self.on_role(name, "left")
-            if self._opened.get(_tag(opened.kind)) is opened:
-                with contextlib.suppress(ShoalError):  # there is nothing left to leave
-                    await _on(opened.loop, used.__aexit__(None, None, None))
+            if not entered.is_set():
+                using.cancel()
+            elif not using.done():
+                with contextlib.suppress(RuntimeError):  # its event loop has ended, which ends the use as well
+                    opened.loop.call_soon_threadsafe(left.set)
+            await asyncio.gather(using, return_exceptions=True)
 
 
 def _tag(kind: type[RunRole]) -> str:
@@ -297,13 +319,19 @@ def _tag(kind: type[RunRole]) -> str:
 
 
 async def _on(loop: asyncio.AbstractEventLoop, doing: Coroutine[Any, Any, object]) -> None:
-    """Awaits something on another event loop. Raises `ShoalError` when that ends meanwhile."""
+    """Awaits something on another event loop. Raises `ShoalError` when that ends meanwhile, or has ended."""
+    ends = ShoalError("the run ends, or goes on from its log")
     try:
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, loop))
+        given = asyncio.run_coroutine_threadsafe(doing, loop)
+    except RuntimeError:
+        doing.close()
+        raise ends from None
+    try:
+        await asyncio.wrap_future(given)
     except asyncio.CancelledError:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
-        raise ShoalError("the run ends, or goes on from its log") from None
+        raise ends from None
 
 
 async def _message(socket: WebSocket) -> bytes:

@@ -27,6 +27,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, ExceptionHandler, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from shoal.errors import ShoalError
 from shoal.net.listening import TLSFiles, listening_socket, url_of
@@ -276,7 +277,7 @@ def uvicorn_config(app: ASGIApp, *, tls: TLSFiles | None = None, **bounds: Unpac
     return uvicorn.Config(
         app,
         http=type("_BoundedHere", (_Bounded,), limits),
-        ws="websockets-sansio" if silence_s else "none",
+        ws=_Leased if silence_s else "none",
         ws_max_size=MOST_FRAME_BYTES,
         ws_ping_interval=0.4 * silence_s,
         ws_ping_timeout=0.6 * silence_s,
@@ -316,6 +317,13 @@ def _descriptors() -> int:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         return wanted
     return wanted if soft == resource.RLIM_INFINITY else soft
+
+
+class _Leased(WebSocketsSansIOProtocol):
+    """WebSocket that ends at once when a ping is not answered."""
+
+    def keepalive_timeout(self) -> None:
+        self.transport.abort()  # closing would wait for as long as the other side takes no bytes
 
 
 class _Bounded(HttpToolsProtocol):
