@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -114,7 +115,7 @@ def test_a_role_that_neither_reads_nor_answers_pings_is_lost() -> None:
             async with connected(server.url) as (client, _, writer):
                 client.send_text(msgspec.json.encode(Role()))
                 writer.write(b"".join(client.data_to_send()))
-                writer.transport.pause_reading()
+                cast("asyncio.Transport", writer.transport).pause_reading()
                 await until(lambda: bool(uses.entered))
                 with pytest.raises(WorkerLost):
                     await uses.entered[0].call(bytes(32 << 20), 20)

@@ -41,7 +41,7 @@ from shoal.tasks.remote_protocol import (
 )
 from shoal.tasks.remote_server import NO_PROCESS, Service, ServiceLate, TaskServer
 from shoal.tasks.remote_worker import RemoteWorker
-from shoal.tasks.sdk import Definition, EnvironmentFailed, definition_at
+from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, definition_at
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
 from until import until
 
@@ -358,6 +358,48 @@ def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> Non
 
     with TaskServer(["wordy"]) as server:
         asyncio.run(main(server))
+
+
+class Halves(Environment):
+    """Half of a surrogate pair, which JSON cannot carry, in questions and failures."""
+
+    def draw(self, split: Split, index: int) -> Task:
+        if index == 1:
+            raise PolicyFailed("x" * 5000 + " \ud800")
+        if index == 2:
+            raise EnvironmentFailed("\ud800")
+        if index == 3:
+            raise ValueError("\ud800")
+        return Task("", "", (Message(Role.USER, "\ud800"),))
+
+
+def test_a_result_or_a_failure_that_json_cannot_carry_is_answered_as_a_failure() -> None:
+    async def main(server: TaskServer) -> None:
+        serving = asyncio.create_task(RemoteWorker(Definition("halves", Halves()), server.url).run())
+        draws = [server.done(server.call("halves", DrawJob(Split.TRAIN, i), JobTask, 60.0)) for i in range(4)]
+        found = await asyncio.gather(*draws, return_exceptions=True)
+        assert [type(one) for one in found] == [EnvironmentFailed, PolicyFailed, *[EnvironmentFailed] * 2]
+        assert not any(getattr(one, "retry", False) for one in found), "no other process would do better"
+        serving.cancel()
+        await asyncio.wait([serving])
+
+    with TaskServer(["halves"]) as server:
+        asyncio.run(main(server))
+
+
+def test_a_service_has_as_many_free_places_as_its_workers_however_often_others_came() -> None:
+    async def main() -> None:
+        service = Service()
+        joined(service, most=2)
+        waiting = submitted(service)
+        for _ in range(20):
+            left(service, joined(service, most=4))
+        assert service.free.qsize() <= 2
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        assert service.free.qsize() == 2
+
+    asyncio.run(main())
 
 
 def test_a_process_that_scores_too_few_answers_scored_none() -> None:

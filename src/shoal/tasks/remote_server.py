@@ -67,8 +67,11 @@ class Service:
         self.served.set()
 
     def leave(self, name: str) -> None:
-        """Removes a worker; its places are skipped."""
+        """Removes a worker and its free places."""
         del self.roles[name], self.workers[name]
+        for place in [self.free.get_nowait() for _ in range(self.free.qsize())]:
+            if place[1] != name:
+                self.free.put_nowait(place)
         if not self.workers:
             self.present.clear()
 

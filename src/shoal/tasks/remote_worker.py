@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
+from msgspec.structs import replace
 
 from shoal.errors import EngineUnavailable
 from shoal.net.chat import TIMEOUT_S, ChatRefused, completion, wire_of
@@ -40,6 +41,7 @@ MOST_RESULT_BYTES = 4_000_000
 MOST_RUNNING = 64
 """Rollouts at once of a task that names no limit."""
 MODEL_TRIES = 4
+MOST_REASON = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,15 @@ class RemoteWorker:
 
             async def answer(request: bytes) -> bytes:
                 """Result of a job."""
-                sent = msgspec.json.encode(await self._result(http, msgspec.json.decode(request, type=Job)))
+                result = await self._result(http, msgspec.json.decode(request, type=Job))
+                try:
+                    sent = msgspec.json.encode(result)
+                except ValueError as error:  # such as half of a surrogate pair in a text
+                    return msgspec.json.encode(_failed(f"expected a result that JSON can carry: {error}"))
                 if len(sent) <= MOST_RESULT_BYTES:
                     return sent
                 why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(sent)}"
-                return msgspec.json.encode(JobFailed(why))
+                return msgspec.json.encode(_failed(why))
 
             yield answer
 
@@ -119,8 +125,13 @@ class RemoteWorker:
                 return JobOutcome(await self.served.rollout(job.task, model))
             return JobScores(await self.served.score(job.task, job.answers))
         except PolicyFailed as failure:
-            return JobFailed(str(failure)[:4096], by_policy=True)
+            return replace(_failed(str(failure)), by_policy=True)
         except EnvironmentFailed as failure:
-            return JobFailed(str(failure)[:4096], failure.retry)
+            return replace(_failed(str(failure)), retry=failure.retry)
         except Exception as error:  # an author's code may raise anything: its failure is a result
-            return JobFailed(described(error))
+            return _failed(described(error))
+
+
+def _failed(reason: str) -> JobFailed:
+    """Failure with a reason that JSON can carry."""
+    return JobFailed(reason[:MOST_REASON].encode(errors="replace").decode())
