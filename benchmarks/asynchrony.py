@@ -33,8 +33,8 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.observe.metrics import Record
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble import serving
-from shoal.run.devices import Threads
-from shoal.run.prepared import Prepared
+from shoal.run.machine.devices import Threads
+from shoal.run.prepare import Prepared
 from shoal.run.training import train
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.worker import TrainerProcess, local_ranks
@@ -212,8 +212,9 @@ class _Bench:
         write_bench_model(model_dir)
         self._folder = folder
         self._work = work
-        self._prepared = Prepared(model_dir, load_renderer(model_dir), LengthService(work), 512, len(PROMPT))
         self._runs = 0
+        config, renderer = self._config(0, "keep", 1), load_renderer(model_dir)
+        self._prepared = Prepared(config, model_dir, renderer, LengthService(work), 512, len(PROMPT))
 
     async def run(self, max_staleness: int, threads: Threads, on_update: str, max_running: int) -> Side:
         """Runs the whole work through orchestrator, log, engine and trainer."""

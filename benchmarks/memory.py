@@ -1,7 +1,8 @@
-"""Memory as a dry run plans it, against the peak resident memory of real processes, for seven configurations.
+"""Memory that a dry run plans, with the peak resident memory of real processes, for seven configurations.
 
-planned_mb, measured_mb   of the engine, and of the trainer's rank that took most
-ratio                     the first over the second
+planned_mb    weights, optimizer and KV cache of the engine, and of the trainer's rank that took most
+measured_mb   peak: with the program, activations, logits and copies of weights
+ratio         the first over the second
 large                     peaks with a large vocabulary, and of ranks that load: see `benchmarks.large`
 """
 
@@ -20,13 +21,12 @@ from benchmarks import Report, child_environment, large, say
 from shoal.config import Config
 from shoal.errors import ShoalError
 from shoal.run.demo import demo_config, real_config
-from shoal.run.memory import memory_of
-from shoal.run.plan import prepare
-from shoal.run.prepared import shapes_of
+from shoal.run.machine.memory import kept_bytes
+from shoal.run.prepare import prepare
 
 PROCESSES = {"trainer": "shoal.trainer.worker", "engine": "shoal.engine.http_server"}
 SHORT = ("train.steps=2", "train.groups_per_step=2", "eval.questions=4", "eval.every_steps=0", "rollout.max_tokens=12")
-"""Few tokens, so that nearly all answers have all that the plan counts."""
+"""Few tokens, so that nearly all answers have the length that the plan counts."""
 CONFIGS: Mapping[str, tuple[bool, Sequence[str]]] = {
     "embedded": (False, ("train.steps=4", "eval.questions=4", "eval.every_steps=0")),
     "float32": (True, ("model.dtype=float32", *SHORT)),
@@ -45,7 +45,7 @@ def measure(quick: bool) -> Report:
         with tempfile.TemporaryDirectory(prefix="shoal-memory-") as folder:
             config = (real_config if real else demo_config)(Path(folder) / "run", 0, overrides)
             with prepare(config) as prepared:
-                planned = memory_of(config, prepared, shapes_of(prepared.model_dir))
+                planned = kept_bytes(config, prepared.model_dir, prepared.row_tokens)
             measured = _peaks(config, real, overrides)
         report[name] = {
             process: {

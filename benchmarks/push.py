@@ -27,9 +27,8 @@ from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
 from shoal.run.assemble import playing, serving
 from shoal.run.demo import demo_config, real_config
-from shoal.run.devices import Threads
-from shoal.run.plan import prepare
-from shoal.run.prepared import Prepared
+from shoal.run.machine.devices import Threads
+from shoal.run.prepare import Prepared, prepare
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Group, Split

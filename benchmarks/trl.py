@@ -45,7 +45,7 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import torch_environment
 from shoal.observe.metrics import Record
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.prepared import Prepared
+from shoal.run.prepare import Prepared
 from shoal.run.training import train
 from shoal.types import Completion, Sampling, Split, Task
 
@@ -240,13 +240,13 @@ class _Comparison:
                 steps.append((time.monotonic(), record))
 
         self.runs += 1
-        run_dir = self.model_dir.parent / f"{self.case.name}{self.runs}"
+        config = self._config(self.model_dir.parent / f"{self.case.name}{self.runs}")
         renderer, service = load_renderer(self.model_dir), DigitService()
         prompt = renderer.prompt_ids(service.draw(Split.TRAIN, 0).messages)
         outcome = uvloop.run(
             train(
-                self._config(run_dir),
-                Prepared(self.model_dir, renderer, service, CONTEXT, len(prompt)),
+                config,
+                Prepared(config, self.model_dir, renderer, service, CONTEXT, len(prompt)),
                 listeners=[keep],
                 scorer=CoinScorer(),
                 single_turn=SingleTurn if self.case.ends else Endless,

@@ -30,7 +30,7 @@ from pathlib import Path
 from engine_record import Record, compared, recorded_engine, rollouts
 
 from shoal.experience.audit import audit
-from shoal.run.plan import model_directory
+from shoal.run.prepare import model_directory
 from shoal.types import RolloutStatus
 
 ROOT = Path(__file__).resolve().parents[1]

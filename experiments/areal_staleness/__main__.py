@@ -18,7 +18,7 @@ from experiments.areal_staleness.driver import Driver
 from experiments.areal_staleness.tables import write_results
 from experiments.grid import Record, complete, finished
 from shoal.config import parse
-from shoal.run.plan import prepare
+from shoal.run.prepare import prepare
 
 HERE = Path(__file__).parent
 GRID = "grid"

@@ -20,7 +20,7 @@ from shoal.engine.weight_loading import StagedWeights
 from shoal.interfaces import Environment
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.loading import load_model
-from shoal.run.prepared import Prepared
+from shoal.run.prepare import Prepared
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.messages import StepStats
 from shoal.trainer.trainer import Trainer

@@ -16,8 +16,7 @@ from shoal.net.identity import Identity
 from shoal.net.process import die_with_parent
 from shoal.run.blocking import run_blocking
 from shoal.run.join_swarm import FOLDER
-from shoal.run.plan import prepare
-from shoal.run.prepared import Prepared
+from shoal.run.prepare import Prepared, prepare
 from shoal.run.training import train
 from shoal.swarm.wire.envelope import Envelope, Kind, Signer, opened, payload_of
 from shoal.swarm.wire.nats import NatsExchange

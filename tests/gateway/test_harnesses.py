@@ -15,7 +15,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from shoal.run.plan import model_directory
+from shoal.run.prepare import model_directory
 
 BIN = Path(os.environ.get("SHOAL_HARNESS_BIN", "nowhere"))
 QUESTIONS = [f"Spell the word '{word}' backward." for word in ("abc", "dog", "cat", "sun")]

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from browser import browser_path, chromium
 from shoal.model.renderer_loading import load_renderer
-from shoal.run.plan import model_directory
+from shoal.run.prepare import model_directory
 from until import until
 
 ASK: list[Any] = [{"role": "user", "content": "Spell the word 'abc' backward."}]

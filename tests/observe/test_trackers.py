@@ -16,7 +16,7 @@ from shoal.config import MetricsConfig, parse
 from shoal.errors import ConfigError
 from shoal.observe.metrics import trackers_of
 from shoal.observe.trackers import KINDS
-from shoal.run.checks import check_start
+from shoal.run.prepare import check_start
 
 PYTHON = os.environ.get("SHOAL_TRACKERS_PYTHON", "")
 pytestmark = pytest.mark.trackers

@@ -8,6 +8,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from shoal.run.rewards import ResumableRewards
 from shoal.run.run_dir import open_buffer as recovery_buffer
 from shoal.run.run_dir import opened_run, run_meta
 from shoal.types import Reward, Task
+from shoal.weights.store import FILE as WEIGHTS
 from shoal.weights.store import WeightStore
 
 CONFIG = parse({"tasks": [{"name": "gcd"}], "train": {"groups_per_step": 1}, "asynchrony": {"max_staleness": 1}})
@@ -270,7 +272,8 @@ def recovered(run_dir: Path) -> tuple[Replaying, Serving, list[str]]:
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
         nothing: Any = None
         parts: dict[str, Any] = {"engine": engine, "trainer": trainer, "buffer": buffer, "store": store}
-        policy = Policy(PolicyParts(CONFIG, prepared=nothing, runner=nothing, **parts), buffer.recovered.version)
+        prepared: Any = SimpleNamespace(config=CONFIG, version_file=WEIGHTS)
+        policy = Policy(PolicyParts(CONFIG, prepared=prepared, runner=nothing, **parts), buffer.recovered.version)
         await TrainLoop(policy, RunParts(run_dir, (), nothing, trackers), first_step=9).recover()
         trackers.close()
         await buffer.close()

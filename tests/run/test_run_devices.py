@@ -17,9 +17,9 @@ from shoal import run
 from shoal.config import Config, parse
 from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
-from shoal.run.devices import Devices, devices_of, visible_gpus
+from shoal.run.commands.plan import plan
 from shoal.run.engines import EngineSettings, OwnEngines, _Keeper
-from shoal.run.plan import plan
+from shoal.run.machine.devices import Devices, devices_of, visible_gpus
 from shoal.run.training import train
 from shoal.types import Task
 

@@ -15,9 +15,9 @@ from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
-from shoal.run.devices import Devices
 from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, _Keeper, engines
-from shoal.run.prepared import Prepared
+from shoal.run.machine.devices import Devices
+from shoal.run.prepare import Prepared
 from stub_server import Stub, stubbed
 from until import until
 
@@ -37,7 +37,7 @@ def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyn
     renderer: Any = SimpleNamespace(stop_token_ids=())
     service: Any = None
     write_sizes(directory)
-    prepared = Prepared(directory, renderer, service, 64, 8)
+    prepared = Prepared(config, directory, renderer, service, 64, 8)
     return engines(EngineSettings(config, prepared, directory, 1, ask_again_s=0.01), on_event, OwnEngines())
 
 

@@ -21,7 +21,7 @@ from shoal.errors import ConfigError
 from shoal.experience.audit import audit
 from shoal.net.identity import Identity
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.run.plan import prepare
+from shoal.run.prepare import prepare
 from shoal.run.training import run_training, train
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.wire.envelope import Kind, Signer

@@ -28,13 +28,14 @@ from shoal.run.learning import STEPS as WARNED_STEPS
 from shoal.run.learning import Learning
 from shoal.run.loop import RunParts, TrainLoop
 from shoal.run.policy import Policy, PolicyParts
-from shoal.run.prepared import sampling_of
+from shoal.run.prepare import Prepared
 from shoal.run.rewards import own_scorer
 from shoal.run.run_dir import run_meta
 from shoal.tasks.sdk import Definition
 from shoal.trainer.advantage import is_informative, returns_of
 from shoal.trainer.messages import RATIO_BOUNDS, StepStats, TokensFile
 from shoal.types import Group, Reward, Sample, Sampling, Task
+from shoal.weights.store import FILE as WEIGHTS
 from shoal.weights.store import WeightStore
 
 STEPS = 5
@@ -179,7 +180,8 @@ def ran(
         buffer = Buffer.open(run_dir, run_meta(config), max_running=9)
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
         nothing: Any = None
-        parts: dict[str, Any] = {"engine": Serving(), "trainer": trainer, "prepared": None, "runner": None}
+        parts: dict[str, Any] = {"engine": Serving(), "trainer": trainer, "runner": None}
+        parts["prepared"] = SimpleNamespace(config=config, version_file=WEIGHTS)
         store = WeightStore(run_dir / "weights")
         policy = Policy(PolicyParts(config, buffer=buffer, store=store, **parts))
         loop = kind(policy, RunParts(run_dir, (), nothing, trackers), first_step=0)
@@ -224,11 +226,12 @@ def test_a_task_whose_reward_is_correct_is_worth_one_or_zero_and_the_others_keep
     assert asyncio.run(scored()) == [[0.5, 1.0], [0.0, 1.0]]
 
 
-def test_all_that_a_config_says_of_sampling_reaches_the_engine() -> None:
+def test_all_that_a_config_says_of_sampling_reaches_the_engine(tmp_path: Path) -> None:
     said = {"max_tokens": 17, "temperature": 0.5}
     config = CONFIG.model_copy(update={"seed": 3, "rollout": CONFIG.rollout.model_copy(update=said)})
-    prepared: Any = SimpleNamespace(renderer=SimpleNamespace(stop_token_ids=(9,)))
-    assert sampling_of(config, prepared) == Sampling(**said, stop_token_ids=(9,), seed=3)
+    nothing: Any = SimpleNamespace(stop_token_ids=(9,))
+    prepared = Prepared(config, tmp_path, nothing, nothing, 64, 8)
+    assert prepared.sampling == Sampling(**said, stop_token_ids=(9,), seed=3)
 
 
 def test_late_tokens_of_a_run_are_masked_and_the_others_are_not(tmp_path: Path) -> None:

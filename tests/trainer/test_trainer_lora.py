@@ -18,9 +18,9 @@ from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
 from shoal.model.adapter_targets import check_targets_of_files
+from shoal.model.file_sizes import shapes_of
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
-from shoal.run.prepared import shapes_of
 from shoal.trainer.trainer import Trainer
 from shoal.weights.store import ADAPTER_FILE
 

@@ -115,7 +115,7 @@ def train(
         at = "http://{}:{}".format(*settings.services_at or ())
         print(f"waiting for: shoal task serve MODULE:TASK --orchestrator {at}  ({', '.join(remote)})", file=sys.stderr)
     if dry_run:
-        from shoal.run.plan import plan
+        from shoal.run.commands.plan import plan
 
         show(plan(settings, resume=resume), json_)
         return
@@ -313,7 +313,7 @@ def doctor(
     Exit code 1 when no task of the run teaches the model.
     """
     if config is None:
-        from shoal.run.doctor import diagnosis
+        from shoal.run.machine.doctor import diagnosis
 
         if context.obj:
             raise ShoalError(f"doctor: expected a CONFIG.toml before settings, got {context.obj[0]} alone")

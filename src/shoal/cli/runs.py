@@ -141,7 +141,7 @@ def chat(
     """Talk with a model. /new begins anew; Ctrl-D ends."""
     from shoal.config import parse
     from shoal.run.chat import ChatOptions, Prompt, chat_with
-    from shoal.run.plan import check_model
+    from shoal.run.prepare import check_model
 
     def say(text: str) -> None:
         print("\n".join(map(printable, text.split("\n"))), end="", flush=True)

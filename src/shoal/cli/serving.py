@@ -1,6 +1,5 @@
 """`shoal serve` answers clients of a model, or the tinker package's training loops."""
 
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
@@ -49,7 +48,7 @@ def serve(
     from shoal.gateway.chat import example
     from shoal.gateway.request_log import RequestLog, RequestRecord
     from shoal.net.process import cores
-    from shoal.run.devices import devices_of, gpus_present, visible_gpus
+    from shoal.run.machine.devices import devices_of
     from shoal.run.serve import serve as serve_model
 
     if api is Api.TINKER:
@@ -83,7 +82,7 @@ def serve(
     if len(model) > 1:
         raise ConfigError(f"--model: expected one, got {len(model)}; only tinker serves several")
     config = parse({"model": {"path": model[0], "device": device}, "tasks": [{"name": "chain_sum"}]})
-    devices_of(config, visible_gpus(os.environ, gpus_present()), trains=False)
+    devices_of(config, trains=False)
 
     def announce(url: str, name: str, key: str, chats: bool) -> None:
         path, body = example(name, chats=chats)

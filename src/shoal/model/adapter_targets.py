@@ -40,3 +40,13 @@ def check_targets_of_files(targets: Sequence[str], shapes: Mapping[str, Sequence
         if ".experts." not in name and (any(map(str.isdigit, name.split("."))) or name.endswith(HEAD))
     ]
     check_targets(targets, linear, next(iter(experts), None))
+
+
+def adapted_shapes(targets: Sequence[str], shapes: Mapping[str, list[int]]) -> list[list[int]]:
+    """Shapes of the matrices that adapters change; without `targets` every matrix but the vocabulary's."""
+    layers = [(name.removesuffix(".weight").rpartition(".")[2], shape) for name, shape in shapes.items()]
+    return [
+        shape
+        for layer, shape in layers
+        if len(shape) == 2 and (layer in targets if targets else "embed" not in layer and layer != HEAD)
+    ]

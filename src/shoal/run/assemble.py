@@ -19,9 +19,9 @@ from shoal.rollout.mixture_weights import BOUNDS, Adjuster
 from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
-from shoal.run.devices import Threads
 from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, engines
-from shoal.run.prepared import Prepared, sampling_of
+from shoal.run.machine.devices import Threads
+from shoal.run.prepare import Prepared
 from shoal.run.rewards import own_scorer
 from shoal.tasks.remote_server import TaskServer
 
@@ -53,7 +53,7 @@ async def serving(
             opening = own_scorer(config, prepared, log, resumable=resumable, roles=roles)
             scorer = await stack.enter_async_context(opening)
         pool = await stack.enter_async_context(engines(settings, on_event, own or OwnEngines(), roles))
-        yield pool, single_turn(pool, prepared.renderer, scorer, sampling_of(config, prepared))
+        yield pool, single_turn(pool, prepared.renderer, scorer, prepared.sampling)
 
 
 @asynccontextmanager
@@ -71,7 +71,7 @@ async def playing(config: Config, prepared: Prepared, engine: Engine, single_tur
         speeds = {task.name: task.max_running for task in config.tasks}
         hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, at=at)
         host = await stack.enter_async_context(hosted)
-        runners, sampling = {}, sampling_of(config, prepared)
+        runners, sampling = {}, prepared.sampling
         for name, play in plays.items():
             whose = agents.get(name, environments[name])
             most = min(filter(None, (speeds.get(name), whose.max_running)), default=None)

@@ -17,7 +17,7 @@ from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import cores
 from shoal.observe.runs import METRICS
 from shoal.run.engines import START_TIMEOUT_S
-from shoal.run.plan import model_directory
+from shoal.run.prepare import model_directory
 from shoal.types import FinishReason, Message, Role, Sampling
 
 PIECE_TOKENS = 16

@@ -24,9 +24,10 @@ from shoal.engine.http_client import HttpEngine, PullingEngine
 from shoal.engine.launch import EngineChild, engine_child
 from shoal.engine.pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
+from shoal.model.file_sizes import sizes_of
 from shoal.net.process import GRACE_S, Child
 from shoal.net.run_server import LeasedWorker, RunServer
-from shoal.run.prepared import Prepared, sampling_of, sizes_of
+from shoal.run.prepare import Prepared
 
 START_TIMEOUT_S = 300.0
 SHORT_LIFE_S = 60.0
@@ -214,7 +215,7 @@ class _Keeper:
         run.
         """
         reported, config, prepared = False, self.settings.config, self.settings.prepared
-        sampling, settings = sampling_of(config, prepared), config.engine
+        sampling, settings = prepared.sampling, config.engine
         while True:
             try:
                 engine = await connect(

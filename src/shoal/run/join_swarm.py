@@ -15,7 +15,7 @@ from shoal.interfaces import Environment, Scorer, WholeExchange
 from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serving
 from shoal.reward.service import RewardService
-from shoal.run.prepared import Prepared
+from shoal.run.prepare import Prepared
 from shoal.run.rewards import own_scorer
 from shoal.swarm.answerers import ChatModel, RuleSolver
 from shoal.swarm.generator import Generator, GeneratorPace

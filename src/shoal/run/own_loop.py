@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Unpack
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import RewardFunction
 from shoal.run.assemble import orchestrator, playing, serving
-from shoal.run.devices import Threads
 from shoal.run.library import TaskSource, config_of
-from shoal.run.plan import prepare
+from shoal.run.machine.devices import Threads
 from shoal.run.policy import Policy, PolicyParts
+from shoal.run.prepare import prepare
 from shoal.run.run_dir import groups_at_once, run_meta
 from shoal.run.teacher import text_teacher
 from shoal.trainer.worker import TrainerProcess, local_ranks

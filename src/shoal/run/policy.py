@@ -16,7 +16,7 @@ from shoal.experience.buffer import Buffer
 from shoal.interfaces import Engine, Runner
 from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.run.dynamic_sampling import informative_groups
-from shoal.run.prepared import Prepared
+from shoal.run.prepare import Prepared
 from shoal.run.teacher import TextTeacher
 from shoal.run.versions import ServedVersions
 from shoal.swarm.strategy.choice import external_rows

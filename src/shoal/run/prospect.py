@@ -23,8 +23,7 @@ from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.run.assemble import playing, serving
 from shoal.run.blocking import run_blocking
 from shoal.run.learning import cut_remedy, distinct_answers, remedy, teaches, was_cut
-from shoal.run.plan import prepare
-from shoal.run.prepared import Prepared
+from shoal.run.prepare import Prepared, prepare
 from shoal.trainer.advantage import returns_of
 from shoal.types import Group, Rollout, RolloutStatus
 

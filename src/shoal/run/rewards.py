@@ -12,7 +12,7 @@ from shoal.interfaces import Scorer
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.service import BinaryScorer, RewardService
-from shoal.run.prepared import Prepared
+from shoal.run.prepare import Prepared
 from shoal.tasks.remote_environment import EnvironmentScorer
 from shoal.types import Reward, Task
 

@@ -29,7 +29,7 @@ from shoal.net.run_server import RunServer
 from shoal.net.server import json
 from shoal.observe.metrics import Trackers
 from shoal.run.backup import KEY_FILE
-from shoal.run.prepared import Prepared, sampling_of
+from shoal.run.prepare import Prepared
 from shoal.trainer.worker import local_ranks
 from shoal.weights.serving import VersionServer
 from shoal.weights.store import WeightStore
@@ -86,7 +86,7 @@ async def opened_roles(
         identity.public_key,
         config.model.model_dump_json(),
         config.engine.model_dump_json(),
-        sampling_of(config, prepared),
+        prepared.sampling,
         prepared.max_model_len,
     )
     shared: RunServer | None = getattr(prepared.service, "task_server", None)

@@ -19,7 +19,7 @@ from shoal.net.listening import is_loopback, listening_socket
 from shoal.net.process import collect_rarely
 from shoal.net.server import serving
 from shoal.run.engines import START_TIMEOUT_S
-from shoal.run.plan import model_directory
+from shoal.run.prepare import model_directory
 from shoal.types import Message, Role
 
 ADMIN_KEY = "SHOAL_ADMIN_KEY"

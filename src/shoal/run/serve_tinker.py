@@ -12,7 +12,7 @@ from shoal.net.listening import listening_socket
 from shoal.net.server import guarded, serving, until_cancelled
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.runs import METRICS
-from shoal.run.plan import model_directory
+from shoal.run.prepare import model_directory
 
 KEYS_VARIABLE = "TINKER_API_KEY"
 KEY_BEGINS = "tml-"

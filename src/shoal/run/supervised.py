@@ -28,8 +28,8 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.chat import Call
 from shoal.observe.metrics import trackers_of
-from shoal.run.devices import Threads
-from shoal.run.plan import model_directory
+from shoal.run.machine.devices import Threads
+from shoal.run.prepare import model_directory
 from shoal.run.run_dir import write_resolved
 from shoal.tasks.jsonl import rows_of
 from shoal.tasks.library import held_out

@@ -29,14 +29,12 @@ from shoal.rollout.single_turn import SingleTurn
 from shoal.run.assemble import orchestrator, playing, serving
 from shoal.run.backup import back_up, check_backup, keep_backup
 from shoal.run.blocking import run_blocking
-from shoal.run.checks import check_start
-from shoal.run.devices import Threads
 from shoal.run.engines import OwnEngines
 from shoal.run.join_swarm import report_connection, swarm_node
 from shoal.run.loop import RunParts, TrainLoop
-from shoal.run.plan import prepare
+from shoal.run.machine.devices import Threads
 from shoal.run.policy import Policy, PolicyParts
-from shoal.run.prepared import Prepared, version_file
+from shoal.run.prepare import Prepared, check_start, prepare
 from shoal.run.result import Result, RunTotals
 from shoal.run.roles import launched, opened_roles, run_token, trainer_ranks
 from shoal.run.run_dir import Listener, opened_run
@@ -178,7 +176,7 @@ async def _run_parts(policy: Policy, parts: RunParts, prepared: Prepared, own: O
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     write_model(prepared.model_dir, newest, parts.run_dir)
     if config.train.lora.rank:  # a Version has either; in one folder, transformers would add the adapter again
-        other = Path("model", FILE) if version_file(config) == ADAPTER_FILE else Path("adapter", ADAPTER_FILE)
+        other = Path("model", FILE) if prepared.version_file == ADAPTER_FILE else Path("adapter", ADAPTER_FILE)
         (parts.run_dir / other.parent).mkdir(exist_ok=True)
         await policy.trainer.write_version(parts.run_dir / other, push=False)
     if backup := config.checkpoint.backup:

@@ -9,7 +9,7 @@ from shoal.config import Config
 from shoal.engine import canary
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import Engine
-from shoal.run.prepared import Prepared, version_file
+from shoal.run.prepare import Prepared
 from shoal.trainer.worker import TrainerProcess
 from shoal.types import Split
 from shoal.weights.store import WeightStore, WrittenVersion
@@ -50,7 +50,7 @@ class ServedVersions:
         `push` counts the write as a push. Raises `TrainerError`, `ChildDied` and `RunDirError`.
         """
         unfinished = self._store.begin(number)
-        busy_s = await self._trainer.write_version(unfinished / version_file(self._config), push=push)
+        busy_s = await self._trainer.write_version(unfinished / self._prepared.version_file, push=push)
         if self._config.engine.urls or self._config.cluster.listen:
             await self._write_canary(unfinished)
         written = await asyncio.to_thread(self._store.seal, number)

@@ -14,7 +14,7 @@ from shoal.errors import SandboxUnavailable
 from shoal.model.made_models import cache_directory
 from shoal.net.process import cores
 from shoal.observe.trackers import KINDS
-from shoal.run.devices import Threads
+from shoal.run.machine.devices import Threads
 from shoal.sandbox.runner import strongest
 
 REQUIRED = ("torch", "transformers", "tokenizers", "safetensors", "reasoning-gym", "math-verify", "pyarrow")

@@ -4,6 +4,7 @@ GPUs are named as in CUDA_VISIBLE_DEVICES. Each child process sees only its own.
 """
 
 import ctypes
+import os
 import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -76,11 +77,12 @@ def gpus_present() -> int:
     return count.value
 
 
-def devices_of(config: Config, visible: Sequence[str], *, trains: bool = True) -> Devices:
-    """Assigns GPUs to the parts of a run; `trains` is false without a trainer.
+def devices_of(config: Config, visible: Sequence[str] | None = None, *, trains: bool = True) -> Devices:
+    """Assigns GPUs to the parts of a run, by default those that this process sees; `trains` is false without a trainer.
 
     Ranks take the first GPUs and engines the next. Raises `ConfigError` for too few, or for two ranks on one GPU.
     """
+    visible = visible_gpus(os.environ, gpus_present()) if visible is None else visible
     engines = 0 if config.engine.urls else config.engine.count
     ranks = config.train.ranks if trains and config.cluster.trainer is None else 0
     chosen, own = config.engine.gpus, config.train.gpus if trains else []

@@ -1,0 +1,56 @@
+"""Sizes of a causal language model, read from its files without torch."""
+
+from pathlib import Path
+from typing import Annotated, TypeAlias
+
+import msgspec
+from safetensors import SafetensorError, safe_open
+
+from shoal.errors import ModelError
+
+Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """Sizes by their names in config.json."""
+
+    num_attention_heads: Positive
+    num_hidden_layers: Positive
+    hidden_size: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    vocab_size: Positive | None = None
+    max_position_embeddings: Positive | None = None
+
+    @property
+    def kv_numbers_per_token(self) -> int:
+        """Numbers in the KV cache per token of context."""
+        width = self.head_dim or self.hidden_size // self.num_attention_heads
+        return 2 * self.num_hidden_layers * (self.num_key_value_heads or self.num_attention_heads) * width
+
+
+def sizes_of(model_dir: Path) -> Sizes:
+    """Reads the language model's part of config.json. Raises `ModelError`."""
+    path = model_dir / "config.json"
+    try:
+        settings = msgspec.json.decode(path.read_bytes())
+        return msgspec.convert(settings.get("text_config", settings) if isinstance(settings, dict) else settings, Sizes)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: expected the sizes of a causal language model: {error}") from None
+
+
+def shapes_of(model_dir: Path) -> dict[str, list[int]]:
+    """Reads every tensor's shape from the headers of the safetensors files. Raises `ModelError`."""
+    files = sorted(model_dir.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"model directory {str(model_dir)!r} has no safetensors file")
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as opened:
+                shapes |= {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
+        except (OSError, ValueError, SafetensorError) as error:
+            raise ModelError(f"{file}: expected whole safetensors weights: {error}") from None
+    if not shapes:
+        raise ModelError(f"{files[0]}: expected weights, got no tensor")
+    return shapes
