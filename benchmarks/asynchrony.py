@@ -32,8 +32,8 @@ from shoal.interfaces import Engine, Environment
 from shoal.model.renderer_loading import load_renderer
 from shoal.observe.metrics import Record
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.assemble import serving
 from shoal.run.machine.devices import Threads
+from shoal.run.parts import answering
 from shoal.run.prepare import Prepared
 from shoal.run.training import train
 from shoal.trainer.advantage import step_samples
@@ -213,7 +213,7 @@ class _Bench:
         self._folder = folder
         self._work = work
         self._runs = 0
-        config, renderer = self._config(0, "keep", 1), load_renderer(model_dir)
+        renderer, config = load_renderer(model_dir), self._config(work.max_staleness, "keep", work.rollouts_per_step)
         self._prepared = Prepared(config, model_dir, renderer, LengthService(work), 512, len(PROMPT))
 
     async def run(self, max_staleness: int, threads: Threads, on_update: str, max_running: int) -> Side:
@@ -225,8 +225,7 @@ class _Bench:
                 steps.append(record)
 
         outcome = await train(
-            self._config(max_staleness, on_update, max_running),
-            self._prepared,
+            replace(self._prepared, config=self._config(max_staleness, on_update, max_running)),
             listeners=[keep],
             scorer=CoinScorer(),
             single_turn=FixedLengths,
@@ -248,25 +247,21 @@ class _Bench:
         """Seconds of generation at the engine's rate while requests wait for a place."""
         work, service = self._work, self._prepared.service
         tokens = sum(sum(work.lengths(index)) for index in range(work.groups))
-        config, folder = self._config(work.max_staleness, "keep", work.rollouts_per_step), self._new_folder()
         async with (
-            serving(config, self._prepared, folder, scorer=CoinScorer(), single_turn=FixedLengths, threads=threads) as (
-                engine,
-                single_turn,
-            ),
+            answering(self._prepared, scorer=CoinScorer(), single_turn=FixedLengths, threads=threads) as parts,
             asyncio.TaskGroup() as tasks,
         ):
-            began_s, before = time.monotonic(), await engine.info()
-            answering = [
-                tasks.create_task(single_turn.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
+            began_s, before = time.monotonic(), await parts.engine.info()
+            running = [
+                tasks.create_task(parts.runner.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
                 for index in range(work.groups)
             ]
-            rate = await _rate_while_full(engine, answering, began_s, before.tokens_drawn)
+            rate = await _rate_while_full(parts.engine, running, began_s, before.tokens_drawn)
         return tokens / rate if rate else time.monotonic() - began_s
 
     async def _training_s(self, threads: Threads) -> float:
         """Seconds of training: a quarter of the steps, on rows of the right lengths, times four."""
-        config = self._config(self._work.max_staleness, "keep", self._work.rollouts_per_step)
+        config = self._prepared.config
         async with local_ranks(self._new_folder() / "trainer.log", threads.trainer) as ranks:
             trainer = TrainerProcess(ranks)
             await trainer.start(self._prepared.model_dir, config, threads.trainer)

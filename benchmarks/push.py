@@ -20,14 +20,13 @@ from statistics import fmean
 import uvloop
 
 from benchmarks import Report, say
-from shoal.config import Config
 from shoal.interfaces import Purpose
 from shoal.net.client import Client
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
-from shoal.run.assemble import playing, serving
 from shoal.run.demo import demo_config, real_config
 from shoal.run.machine.devices import Threads
+from shoal.run.parts import answering
 from shoal.run.prepare import Prepared, prepare
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.worker import TrainerProcess, local_ranks
@@ -48,22 +47,23 @@ def measure(quick: bool) -> Report:
         with tempfile.TemporaryDirectory(prefix="shoal-push-") as folder:
             config = made(Path(folder) / "run", 0, [])
             with prepare(config) as prepared:
-                report[name] = uvloop.run(_pushed(config, prepared, Path(folder), steps))
+                report[name] = uvloop.run(_pushed(prepared, Path(folder), steps))
         say(f"{name}: {report[name]}")
     with tempfile.TemporaryDirectory(prefix="shoal-push-") as folder:
         config = real_config(Path(folder) / "run", 0, [f"train.lora.rank={RANK}"])
         with prepare(config) as prepared:
-            report["adapter"] = uvloop.run(_pushed_adapter(config, prepared, Path(folder), QUICK_STEPS))
+            report["adapter"] = uvloop.run(_pushed_adapter(prepared, Path(folder), QUICK_STEPS))
     return report
 
 
-async def _pushed_adapter(config: Config, prepared: Prepared, folder: Path, rounds: int) -> dict[str, float]:
+async def _pushed_adapter(prepared: Prepared, folder: Path, rounds: int) -> dict[str, float]:
+    config = prepared.config
     threads, store = Threads(), WeightStore(folder / "weights")
     sizes: dict[str, int] = {}
     seconds: dict[str, list[float]] = {FILE: [], ADAPTER_FILE: []}
     async with (
         local_ranks(folder / "trainer.log", threads.trainer) as ranks,
-        serving(config, prepared, folder, threads=threads) as (engine, _),
+        answering(prepared, threads=threads) as parts,
     ):
         trainer = TrainerProcess(ranks)
         await trainer.start(prepared.model_dir, config, threads.trainer)
@@ -72,7 +72,7 @@ async def _pushed_adapter(config: Config, prepared: Prepared, folder: Path, roun
             unfinished = store.begin(version) / name
             await trainer.write_version(unfinished)
             written = await asyncio.to_thread(store.seal, version)
-            await engine.update_weights(version, written.path)
+            await parts.engine.update_weights(version, written.path)
             seconds[name].append(time.monotonic() - began_s)
             sizes[name] = written.path.stat().st_size
             store.remove_before(version)
@@ -84,7 +84,8 @@ async def _pushed_adapter(config: Config, prepared: Prepared, folder: Path, roun
     }
 
 
-async def _pushed(config: Config, prepared: Prepared, folder: Path, steps: int) -> dict[str, float]:
+async def _pushed(prepared: Prepared, folder: Path, steps: int) -> dict[str, float]:
+    config = prepared.config
     threads, store, identity = Threads(), WeightStore(folder / "weights"), Identity.fresh()
     sent: list[int] = []
     full: list[int] = []
@@ -92,8 +93,7 @@ async def _pushed(config: Config, prepared: Prepared, folder: Path, steps: int) 
     server = RunServer(VersionServer(store, prepared.model_dir, identity).routes, token="bench")
     async with (
         local_ranks(folder / "trainer.log", threads.trainer) as ranks,
-        serving(config, prepared, folder, threads=threads) as (engine, single_turn),
-        playing(config, prepared, engine, single_turn) as runner,
+        answering(prepared, threads=threads) as parts,
     ):
         trainer = TrainerProcess(ranks)
         await trainer.start(prepared.model_dir, config, threads.trainer)
@@ -104,7 +104,7 @@ async def _pushed(config: Config, prepared: Prepared, folder: Path, steps: int) 
                 version, per_step = step + 1, config.train.groups_per_step
                 tasks = [prepared.service.draw(Split.TRAIN, step * per_step + index) for index in range(per_step)]
                 rollouts = await asyncio.gather(
-                    *(runner.rollouts(task, config.rollout.group_size, Purpose.TRAIN) for task in tasks)
+                    *(parts.runner.rollouts(task, config.rollout.group_size, Purpose.TRAIN) for task in tasks)
                 )
                 groups = [Group(f"{task.id}", task, each, step) for task, each in zip(tasks, rollouts, strict=True)]
                 await trainer.step(step_samples(groups, config.train, config.rollout.max_tokens), step)
@@ -116,7 +116,7 @@ async def _pushed(config: Config, prepared: Prepared, folder: Path, steps: int) 
                     seconds.append(time.monotonic() - began_s)
                     sent.append(puller.last.sent_bytes)
                     full.append(puller.last.full_bytes)
-                await engine.update_weights(version, written.path)
+                await parts.engine.update_weights(version, written.path)
                 store.remove_before(version)
                 puller.remove_before(version)
             await client.aclose()

@@ -245,7 +245,6 @@ class _Comparison:
         prompt = renderer.prompt_ids(service.draw(Split.TRAIN, 0).messages)
         outcome = uvloop.run(
             train(
-                config,
                 Prepared(config, self.model_dir, renderer, service, CONTEXT, len(prompt)),
                 listeners=[keep],
                 scorer=CoinScorer(),

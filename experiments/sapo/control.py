@@ -71,14 +71,14 @@ def main() -> None:
     first = config.seed - config.seed % NODES_PER_SEED
     asked = config.model_copy(update={"seed": first}) if control == "same" else config
     with prepare(asked) as prepared:
-        run_blocking(trained(config, prepared, shuffled=control == "shuffled"))
+        run_blocking(trained(replace(prepared, config=config), shuffled=control == "shuffled"))
 
 
-async def trained(config: Config, prepared: Prepared, *, shuffled: bool) -> None:
+async def trained(prepared: Prepared, *, shuffled: bool) -> None:
     """Trains the node, with its own exchange if peers' answers are to be shuffled."""
     async with AsyncExitStack() as stack:
-        exchange = await stack.enter_async_context(Misfits(config)) if shuffled else None
-        await train(config, prepared, exchange=exchange)
+        exchange = await stack.enter_async_context(Misfits(prepared.config)) if shuffled else None
+        await train(prepared, exchange=exchange)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from shoal.experience.buffer import Buffer
 from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker, Record, Trackers
 from shoal.reward.service import RewardService
-from shoal.run.loop import RunParts, TrainLoop
+from shoal.run.parts import ResumableRewards
 from shoal.run.policy import Policy, PolicyParts
+from shoal.run.recovery import recover
 from shoal.run.result import RunTotals
-from shoal.run.rewards import ResumableRewards
 from shoal.run.run_dir import open_buffer as recovery_buffer
 from shoal.run.run_dir import opened_run, run_meta
 from shoal.types import Reward, Task
@@ -270,11 +270,10 @@ def recovered(run_dir: Path) -> tuple[Replaying, Serving, list[str]]:
     async def main() -> None:
         buffer = Buffer.open(run_dir, run_meta(CONFIG), max_running=9, resume=True)
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
-        nothing: Any = None
         parts: dict[str, Any] = {"engine": engine, "trainer": trainer, "buffer": buffer, "store": store}
         prepared: Any = SimpleNamespace(config=CONFIG, version_file=WEIGHTS)
-        policy = Policy(PolicyParts(CONFIG, prepared=prepared, runner=nothing, **parts), buffer.recovered.version)
-        await TrainLoop(policy, RunParts(run_dir, (), nothing, trackers), first_step=9).recover()
+        more: dict[str, Any] = dict.fromkeys(("runner", "scorer", "own_engines", "teacher", "draw"))
+        await recover(Policy(PolicyParts(prepared, **parts, **more)), run_dir, trackers)
         trackers.close()
         await buffer.close()
 

@@ -106,8 +106,10 @@ def test_a_dry_run_places_the_trainer_as_well(tmp_path: Path) -> None:
 
 def test_each_engine_process_sees_its_own_gpu_and_no_other(tmp_path: Path) -> None:
     async def main() -> list[str]:
-        parts: Any = SimpleNamespace(model_dir=tmp_path, max_model_len=64, devices=Devices(("4", "GPU-9")))
-        settings = EngineSettings(config("engine.count=2"), parts, tmp_path, 1)
+        started = config("engine.count=2", f"run_dir={tmp_path}")
+        devices = Devices(("4", "GPU-9"))
+        parts: Any = SimpleNamespace(config=started, model_dir=tmp_path, max_model_len=64, devices=devices)
+        settings = EngineSettings(parts, 1)
         own = _Keeper(settings, EnginePool(), print, OwnEngines())
         seen = []
         for name in ("engine-0", "engine-1"):
@@ -124,7 +126,8 @@ class Watched:
     devices = Devices(ranks=("GPU-7", "GPU-8"))
     service = SimpleNamespace(notes=(), draw=lambda split, index: Task(f"{split} {index}", "gcd", ()))
 
-    def __init__(self) -> None:
+    def __init__(self, settings: Config) -> None:
+        self.config = settings
         self.seen: list[str] = []
 
     @property
@@ -137,11 +140,11 @@ class Watched:
 
 
 def test_the_trainer_of_a_run_is_started_with_the_gpus_of_its_ranks(tmp_path: Path) -> None:
-    watched = Watched()
+    watched = Watched(config(f"run_dir={tmp_path / 'run'}", "train.ranks=2"))
     prepared: Any = watched
     scorer: Any = SimpleNamespace()
     with pytest.raises(ConfigError, match="enough was seen"):
-        asyncio.run(train(config(f"run_dir={tmp_path / 'run'}", "train.ranks=2"), prepared, scorer=scorer))
+        asyncio.run(train(prepared, scorer=scorer))
     assert sorted(watched.seen) == ["GPU-7", "GPU-8"]
 
 

@@ -38,7 +38,7 @@ def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyn
     service: Any = None
     write_sizes(directory)
     prepared = Prepared(config, directory, renderer, service, 64, 8)
-    return engines(EngineSettings(config, prepared, directory, 1, ask_again_s=0.01), on_event, OwnEngines())
+    return engines(EngineSettings(prepared, 1, ask_again_s=0.01), on_event, OwnEngines())
 
 
 def write_sizes(directory: Path) -> None:
@@ -138,10 +138,10 @@ class Failing(_Keeper):
         return f"the {name} process ended"
 
 
-def test_an_engine_that_cannot_start_again_is_told_of_and_ends_the_run(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_start_again_is_reported_and_ends_the_run() -> None:
     said: list[str] = []
     prepared: Any = SimpleNamespace()
-    settings = EngineSettings(parse({"tasks": [{"name": "gcd"}]}), prepared, tmp_path, 1)
+    settings = EngineSettings(prepared, 1)
     keeper = Failing(settings, EnginePool(), said.append, OwnEngines())
     with pytest.raises(ChildDied, match="did not start; it ended 3 times within 60 s, go on with --resume"):
         asyncio.run(keeper.keep_own("engine", asyncio.Event()))
@@ -152,8 +152,9 @@ def test_an_engine_that_cannot_start_again_is_told_of_and_ends_the_run(tmp_path:
 def test_an_engine_that_ends_in_its_first_start_says_how_a_resumed_run_goes_on(resume: bool, tmp_path: Path) -> None:
     """A new run has no groups by then and is removed, so there is nothing to resume."""
     write_sizes(tmp_path)
-    prepared: Any = SimpleNamespace(model_dir=tmp_path, max_model_len=64, devices=Devices())
-    settings = EngineSettings(parse({"tasks": [{"name": "gcd"}]}), prepared, tmp_path, 1, resume=resume)
+    config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}]})
+    prepared: Any = SimpleNamespace(config=config, model_dir=tmp_path, max_model_len=64, devices=Devices())
+    settings = EngineSettings(prepared, 1, resume=resume)
 
     async def run() -> None:
         async with engines(settings, lambda how: None, OwnEngines()):

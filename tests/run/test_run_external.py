@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from shoal.config import parse
@@ -39,8 +40,10 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
 
     async def main() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
-        nothing: dict[str, Any] = dict.fromkeys(("prepared", "engine", "trainer", "runner", "store"))
-        policy = Policy(PolicyParts(config, buffer=buffer, **nothing))
+        prepared: Any = SimpleNamespace(config=config)
+        names = ("engine", "trainer", "runner", "scorer", "store", "own_engines", "teacher", "draw")
+        nothing: dict[str, Any] = dict.fromkeys(names)
+        policy = Policy(PolicyParts(prepared, buffer=buffer, **nothing))
         own = [group(f"own{i}", OWN) for i in range(4)]
         built = await policy.rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))])
         rows = list(built.of_group.values())

@@ -49,7 +49,7 @@ def test_a_start_in_the_directory_of_a_run_that_goes_on_leaves_it_alone(tmp_path
         with pytest.raises(RunDirError, match="does another process write this run"):
             run_training(config, resume=True)
         with prepare(config) as prepared, pytest.raises(RunDirError):
-            asyncio.run(train(config, prepared))  # as one that began in the same moment
+            asyncio.run(train(prepared))  # as one that began in the same moment
         assert (tmp_path / "run" / "log.sqlite").is_file()
         assert (tmp_path / "run" / "resolved.toml").read_text() == "of the run that goes on"
 
@@ -84,7 +84,7 @@ def test_a_resumed_run_serves_the_weights_that_were_published_and_not_those_of_s
         await buffer.record_version(1, sealed.checksum)
         parts: Any = {"engine": engine, "trainer": LaterWeights(), "buffer": buffer, "store": store}
         nothing: Any = None
-        await ServedVersions(config, nothing, **parts, number=1).recover(1)
+        await ServedVersions(nothing, **parts, number=1).recover(1)
         await buffer.close()
 
     asyncio.run(resume())

@@ -190,7 +190,7 @@ def test_a_run_takes_groups_of_a_swarm_in_memory(config: Path) -> None:
     for payload in GOOD[:4]:
         hub.put(Kind.OFFER, peer.peer_id, signer.frame(Kind.OFFER, payload, time.time()))
     with prepare(settings) as prepared:
-        asyncio.run(train(settings, prepared, exchange=hub.join()))
+        asyncio.run(train(prepared, exchange=hub.join()))
     assert [step["external"] for step in steps_of(run)] == [1]
 
 
@@ -218,7 +218,7 @@ def test_a_hanging_answer_of_a_peer_takes_the_processor_time_of_peers_and_not_th
         made = Offer(claim, (OfferedRollout("9**9**9**9**9"),) * 2, GeneratorKind.RULE, "x", time.time())
         frame = Signer(peer, settings.swarm.name, session=1).frame(Kind.OFFER, wire.encode(made), time.time())
         hub.put(Kind.OFFER, peer.peer_id, frame)
-        asyncio.run(train(settings, prepared, exchange=hub.join()))
+        asyncio.run(train(prepared, exchange=hub.join()))
     assert json.loads((run / "swarm" / "status.json").read_text())["refused"]["no verdict in time"] == 1
 
 

@@ -21,15 +21,14 @@ from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
-from shoal.run.assemble import orchestrator, playing
 from shoal.run.checkpoints import Checkpoints
 from shoal.run.dynamic_sampling import UNINFORMATIVE
 from shoal.run.learning import STEPS as WARNED_STEPS
 from shoal.run.learning import Learning
 from shoal.run.loop import RunParts, TrainLoop
+from shoal.run.parts import orchestrator, own_scorer, playing
 from shoal.run.policy import Policy, PolicyParts
 from shoal.run.prepare import Prepared
-from shoal.run.rewards import own_scorer
 from shoal.run.run_dir import run_meta
 from shoal.tasks.sdk import Definition
 from shoal.trainer.advantage import is_informative, returns_of
@@ -179,12 +178,11 @@ def ran(
     async def main() -> None:
         buffer = Buffer.open(run_dir, run_meta(config), max_running=9)
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
-        nothing: Any = None
-        parts: dict[str, Any] = {"engine": Serving(), "trainer": trainer, "runner": None}
-        parts["prepared"] = SimpleNamespace(config=config, version_file=WEIGHTS)
+        prepared: Any = SimpleNamespace(config=config, version_file=WEIGHTS)
         store = WeightStore(run_dir / "weights")
-        policy = Policy(PolicyParts(config, buffer=buffer, store=store, **parts))
-        loop = kind(policy, RunParts(run_dir, (), nothing, trackers), first_step=0)
+        more: dict[str, Any] = dict.fromkeys(("runner", "scorer", "own_engines", "teacher", "draw"))
+        policy = Policy(PolicyParts(prepared, Serving(), trainer, buffer=buffer, store=store, **more))
+        loop = kind(policy, RunParts(run_dir, (), trackers), first_step=0)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(drawing(buffer)), tasks.create_task(policy.versions.keep_loaded())]
             await loop.run(tasks)
@@ -216,10 +214,11 @@ def test_a_task_whose_reward_is_correct_is_worth_one_or_zero_and_the_others_keep
     tasks = [{"name": "marked"}, {"name": "strict", "reward": "correct"}]
     config = parse({"tasks": tasks, "reward": {"urls": ["http://127.0.0.1:9"]}})
     author = SimpleNamespace(draw=lambda rng: "?", score=lambda asked, answer: float(answer))
-    prepared: Any = SimpleNamespace(environments={name: Definition(name, author) for name in ("marked", "strict")})
+    environments = {name: Definition(name, author) for name in ("marked", "strict")}
+    prepared: Any = SimpleNamespace(config=config, environments=environments)
 
     async def scored() -> list[list[float]]:
-        async with own_scorer(config, prepared, tmp_path / "log") as scorer:
+        async with own_scorer(prepared, tmp_path / "log") as scorer:
             rewards = [await scorer.score(Task("t", name, ()), ["0.5", "1"]) for name in ("marked", "strict")]
         return [[reward.value for reward in of_task] for of_task in rewards]
 
@@ -294,14 +293,16 @@ def test_no_more_of_a_task_plays_at_once_than_its_agent_or_environment_allows(tm
     environments = {name: Definition(name, author, max_running=3) for name in ("acted", "asked", "slowed")}
     environments |= {name: Definition(name, single, max_running=3) for name in ("game", "slow game")}
     made = renderer("qwen3")
-    prepared: Any = SimpleNamespace(environments=environments, renderer=made, max_model_len=64, service=None)
+    prepared: Any = SimpleNamespace(
+        config=config, environments=environments, renderer=made, max_model_len=64, service=None, sampling=Sampling(4)
+    )
 
     async def allowed() -> tuple[dict[str, int | None], dict[str, int | None]]:
         buffer = Buffer.in_memory(run_meta(config), max_running=9)
         answers: Any = SimpleNamespace(scorer=None)
-        async with playing(config, prepared, ScriptedEngine(made), answers) as runner:
+        async with playing(prepared, ScriptedEngine(made), answers) as runner:
             parts: Any = runner
-            groups = orchestrator(config, prepared, runner, buffer)._sources
+            groups = orchestrator(prepared, runner, buffer)._sources
             rollouts = {name: one.max_at_once for name, one in parts.by_service.items()}
             return rollouts, {name: one.groups_at_once() for name, one in groups.items()}
 

@@ -126,7 +126,7 @@ def train(
             show(run_stages(settings, resume=resume), json_)
         return
     from shoal.observe.report import write_report
-    from shoal.run.library import train_with_progress
+    from shoal.run.training import train_with_progress
 
     with page_beside(settings.run_dir, view):
         with stoppable(settings.run_dir):
@@ -193,7 +193,7 @@ def sft(
 ) -> None:
     """Teach a model the assistant's side of conversations (supervised fine-tuning)."""
     from shoal.config import parse
-    from shoal.run.run_dir import check_run_dir
+    from shoal.run.prepare import check_run_dir
     from shoal.run.supervised import run_supervised
 
     config = parse(
@@ -220,7 +220,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out questions, sampled and greedy."""
     from shoal.config import load
-    from shoal.run.training import run_evaluation
+    from shoal.run.commands.evaluate import run_evaluation
 
     extra = [] if questions is None else [f"eval.questions={questions}"]
     show(run_evaluation(load(config, [*context.obj, *extra])), json_)

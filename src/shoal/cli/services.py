@@ -87,8 +87,8 @@ def serve_rewards(
     from shoal.net.client import TOKEN_VARIABLE as RUN_TOKEN
     from shoal.net.listening import is_loopback
     from shoal.net.process import cores
+    from shoal.reward.server import serve_rewards as serve
     from shoal.reward.service import TOKEN_VARIABLE
-    from shoal.run.serve_rewards import serve_rewards as serve
 
     token = os.environ.get(TOKEN_VARIABLE, "")
     config = RewardConfig(workers=workers or cores(), timeout_s=timeout_s)

@@ -104,3 +104,8 @@ class Recovered:
     """Groups that finished and wait to be consumed; they are offered again."""
     interrupted: int
     """Number of groups in flight when the process ended; they never finished, so no work is lost."""
+
+    @property
+    def first_step(self) -> int:
+        """The next step to train."""
+        return 0 if self.last_step is None else self.last_step + 1

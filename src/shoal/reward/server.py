@@ -8,7 +8,8 @@ A client's checker decides what runs here, so the server takes only checkers of 
 user's functions and judges stay with the client.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -18,8 +19,20 @@ from starlette.routing import Route
 
 from shoal import checker
 from shoal.checker import Spec
+from shoal.config import RewardConfig
 from shoal.errors import ShoalError, TaskError
-from shoal.net.server import HANDLERS, Refused, body, decoded, exposition, guarded, json, refusal
+from shoal.net.server import (
+    HANDLERS,
+    Refused,
+    body,
+    decoded,
+    exposition,
+    guarded,
+    json,
+    refusal,
+    serving,
+    until_cancelled,
+)
 from shoal.reward.code import tests_in
 from shoal.reward.remote import MOST_ANSWERS, MOST_BODY_BYTES, ScoreReply, ScoreRequest
 from shoal.reward.service import RewardService
@@ -134,3 +147,15 @@ def _demands(code: checker.Code, info: str, answers: int) -> Iterator[tuple[str,
     tests = len(tests_in(info))
     yield "info.tests", tests, MOST_TESTS
     yield "seconds of all tests of all answers together", tests * answers * code.timeout_s, MOST_RUN_S
+
+
+async def serve_rewards(
+    config: RewardConfig, *, host: str, port: int, token: str, announce: Callable[[str], None], log: Path
+) -> None:
+    """Scores until it is cancelled. `announce` gets the URL. Raises a `ShoalError`."""
+    async with (
+        RewardService(config, log) as service,  # before it listens: a failed start ends the command
+        serving(RewardServer(service, token=token).app, host, port) as url,
+    ):
+        announce(url)
+        await until_cancelled()

@@ -12,7 +12,6 @@ from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.observe.report import write_report
 from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
-from shoal.run.library import train_with_progress
 
 LARGEST_TERM = 20
 
@@ -73,6 +72,8 @@ def run_demo(config: Config) -> tuple[dict[str, object], str]:
 
     `wall_s` excludes the making of the model.
     """
+    from shoal.run.training import train_with_progress
+
     if config.model.path == SMOLLM2:
         local_directory(SMOLLM2)
         warm_start_s = 0.0

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shoal.cluster.registry import EngineRole
-from shoal.config import Config
 from shoal.engine.answers import MOST_TOKENS, AnswerRules
 from shoal.engine.detect_server import connect
 from shoal.engine.http_client import HttpEngine, PullingEngine
@@ -44,9 +43,7 @@ OnEvent: TypeAlias = Callable[[str], None]
 class EngineSettings:
     """Settings that every engine of a run is started with or checked against."""
 
-    config: Config
     prepared: Prepared
-    run_dir: Path
     threads: int
     """Cores that all engines of this machine have together."""
     recovered: int = 0
@@ -90,8 +87,8 @@ async def engines(
     Raises `ChildDied` when an engine cannot be started or kept. Raises `ConfigError` for a remote engine that lacks
     what is needed, and `EngineUnavailable` when no remote engine answers.
     """
-    engine = settings.config.engine
-    model_dir, replays = settings.prepared.model_dir, settings.config.train.router_replay
+    config, model_dir = settings.prepared.config, settings.prepared.model_dir
+    engine, replays = config.engine, config.train.router_replay
     rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays)
     pool = EnginePool(initial=model_dir, recovered=settings.recovered, rules=rules, on_event=on_event)
     names = engine.urls or _own_names(engine.count)
@@ -193,7 +190,8 @@ class _Keeper:
                 await self.pool.leave(name)
 
     def _child(self, name: str) -> EngineChild:
-        config, prepared, run_dir = self.settings.config, self.settings.prepared, self.settings.run_dir
+        prepared, config = self.settings.prepared, self.settings.prepared.config
+        run_dir = Path(config.run_dir)
         gpus = dict(zip(_own_names(config.engine.count), prepared.devices.engines, strict=False))  # none on the CPU
         return engine_child(
             prepared.model_dir,
@@ -214,8 +212,8 @@ class _Keeper:
         Raises `ConfigError` or `RequestRefused` for an unusable engine at the start; later, other engines serve the
         run.
         """
-        reported, config, prepared = False, self.settings.config, self.settings.prepared
-        sampling, settings = prepared.sampling, config.engine
+        reported, prepared = False, self.settings.prepared
+        sampling, settings = prepared.sampling, prepared.config.engine
         while True:
             try:
                 engine = await connect(

@@ -10,23 +10,18 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.config.urls import checked_url
 from shoal.errors import ConfigError
-from shoal.experience.log import external_groups, snapshot
-from shoal.interfaces import Environment, Scorer, WholeExchange
+from shoal.interfaces import Environment, WholeExchange
 from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serving
 from shoal.reward.service import RewardService
-from shoal.run.prepare import Prepared
-from shoal.run.rewards import own_scorer
 from shoal.swarm.answerers import ChatModel, RuleSolver
 from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer
-from shoal.swarm.node import Node
 from shoal.swarm.peer import Joined, Peer
 from shoal.swarm.trust.attachments import AttachmentReader
 from shoal.swarm.trust.claim_verification import OwnTasks
-from shoal.swarm.trust.limits import SCORE_S
 from shoal.swarm.trust.python_tasks import PythonTasks
 from shoal.swarm.wire.invitation import guest_key, invitation
 from shoal.swarm.wire.options import NatsOptions
@@ -39,12 +34,10 @@ REPORT_S = 10.0
 """Seconds between two lines of a generator."""
 AWAY_S = 10.0
 """Seconds between two looks at a node's connection; a run reports a loss that lasts at the next look."""
-MOST_REMEMBERED = 16_384
-"""External groups that a resumed run remembers as trained."""
 
 
 @asynccontextmanager
-async def _joined(
+async def joined_peer(
     config: Config, folder: Path, services: Sequence[Environment], exchange: WholeExchange | None = None
 ) -> AsyncIterator[Joined]:
     """Opens the exchange, the tasks and the key of a peer; its files are under `folder`. Raises a `ShoalError`."""
@@ -64,38 +57,6 @@ async def _joined(
         stack.push_async_callback(asyncio.to_thread, own.close)
         await asyncio.to_thread(own.check)
         yield Joined(exchange, own, identity, folder, config)
-
-
-@asynccontextmanager
-async def swarm_node(
-    config: Config,
-    prepared: Prepared,
-    run_dir: Path,
-    scorer: Scorer,
-    *,
-    apart: bool,
-    exchange: WholeExchange | None = None,
-) -> AsyncIterator[Node | None]:
-    """Opens the node of a run; None outside of swarms. Raises a `ShoalError`.
-
-    The run's log is open by now. `scorer` is the run's. Peers' answers scored `apart` have a worker process of their
-    own, so a hanging answer of a peer delays no answer of the run. An `exchange` replaces that of `swarm.servers`.
-    """
-    if not config.swarm.servers and exchange is None:
-        yield None
-        return
-    async with AsyncExitStack() as stack:
-        services = list(prepared.environments.values())
-        joined = await stack.enter_async_context(_joined(config, run_dir, services, exchange))
-        if apart and config.swarm.external_groups:
-            shorter_s = min(config.reward.timeout_s, SCORE_S)
-            reward = config.reward.model_copy(update={"workers": 1, "timeout_s": shorter_s})
-            alone = config.model_copy(update={"reward": reward})
-            log = run_dir / "logs" / "peers.log"
-            scorer = await stack.enter_async_context(own_scorer(alone, prepared, log, resumable=True))
-        with snapshot(run_dir) as connection:
-            trained = external_groups(connection, MOST_REMEMBERED)
-        yield Node(joined, scorer, prepared.renderer, prepared.max_model_len, trained=trained)
 
 
 def answerer_of(
@@ -127,7 +88,7 @@ async def generate(
     """Shares the groups of the pace; `say` gets a line first and then each `REPORT_S`. Raises a `ShoalError`."""
     async with AsyncExitStack() as stack:
         services = stack.enter_context(library_of(config)).services
-        joined = await stack.enter_async_context(_joined(config, Path(config.run_dir), services))
+        joined = await stack.enter_async_context(joined_peer(config, Path(config.run_dir), services))
         if isinstance(answerer, ChatModel):
             await stack.enter_async_context(answerer)
         generator = Generator(joined, services, answerer, pace)
@@ -171,7 +132,7 @@ async def serve_human(
     """
     async with AsyncExitStack() as stack:
         library = stack.enter_context(library_of(config))
-        joined = await stack.enter_async_context(_joined(config, folder, library.services))
+        joined = await stack.enter_async_context(joined_peer(config, folder, library.services))
         scorer = await stack.enter_async_context(RewardService(config.reward))
         node = HumanNode(joined, scorer, partial(library.draw, Split.TRAIN), pace)
         async with serving(HumanServer(node).app, host, port, per_address=PER_ADDRESS) as url:

@@ -1,10 +1,12 @@
 """The library trains a model in one call and gives the parts of a training loop. See docs/guides/library.md."""
 
+import asyncio
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Unpack, cast
 
@@ -13,10 +15,14 @@ from pydantic import JsonValue
 
 from shoal.config import Config, parse
 from shoal.errors import ConfigError, TaskError
+from shoal.experience.buffer import Buffer
 from shoal.interfaces import RewardFunction
 from shoal.plugins import name_of
 from shoal.run.demo_model.warm_start import DEMO_TASK
+from shoal.run.policy import Policy
 from shoal.run.result import Result
+from shoal.run.roles import run_token
+from shoal.run.run_dir import groups_at_once, run_meta
 from shoal.tasks.sdk import Definition
 
 if TYPE_CHECKING:
@@ -46,20 +52,40 @@ def train(
     >>> result = train(steps=50, lr=3e-4, max_tokens=12)  # doctest: +SKIP
     """
     config = config_of(model, tasks, reward, **settings)
-    if progress:
-        return train_with_progress(config, resume=resume)
-    from shoal.run.training import run_training
+    from shoal.run.training import run_training, train_with_progress
 
-    return run_training(config, resume=resume)
+    return (train_with_progress if progress else run_training)(config, resume=resume)
 
 
-def train_with_progress(config: Config, *, resume: bool = False) -> Result:
-    """Trains as a configuration says and shows the progress. Raises a `ShoalError`."""
-    from shoal.observe.progress import LiveProgress
-    from shoal.run.training import run_training
+@asynccontextmanager
+async def open_policy(
+    model: str | os.PathLike[str] = "demo",
+    tasks: "Sequence[TaskSource] | TaskSource | None" = None,
+    reward: RewardFunction | str | None = None,
+    **settings: "Unpack[Settings]",
+) -> AsyncIterator[Policy]:
+    """Starts an engine and a trainer with a model; arguments are those of `train`. Raises a `ShoalError`.
 
-    with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as shown:
-        return run_training(config, resume=resume, listeners=[shown.update])
+    >>> import asyncio, shoal
+    >>> async def loop() -> None:
+    ...     async with shoal.open_policy("demo", max_tokens=12) as policy:
+    ...         for _ in range(10):
+    ...             await policy.step(await policy.groups())
+    ...             await policy.push()
+    >>> asyncio.run(loop())  # doctest: +SKIP
+    """
+    from shoal.run.parts import opened_policy
+    from shoal.run.prepare import prepare
+
+    config = config_of(model, tasks, reward, **settings)
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-policy-")))
+        config = config.model_copy(update={"run_dir": str(folder)})
+        preparing = prepare(config, token=run_token(config))
+        prepared = await asyncio.to_thread(stack.enter_context, preparing)  # its checks may run coroutines
+        buffer = Buffer.open(folder, run_meta(config), max_running=groups_at_once(config))
+        stack.push_async_callback(buffer.close)
+        yield await stack.enter_async_context(opened_policy(prepared, buffer))
 
 
 def config_of(

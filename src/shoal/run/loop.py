@@ -5,8 +5,7 @@
     load         has engines load the newest Version; waits for them; unblocks admission
     evaluation   runs at the same time and waits for the engine only
 
-Generation continues during each of them. `recover` brings the loop to where an ended run stopped: the log is the truth,
-and a checkpoint saves repeated computation.
+Generation continues during each of them.
 """
 
 import asyncio
@@ -15,9 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shoal.experience import checkpoint
-from shoal.experience.schema import StepRecord
-from shoal.interfaces import Scorer, Swarm
+from shoal.interfaces import Swarm
 from shoal.observe.metrics import Trackers
 from shoal.observe.token_files import TokensFiles
 from shoal.run.checkpoints import Checkpoints
@@ -38,7 +35,6 @@ class RunParts:
 
     run_dir: Path
     eval_tasks: Sequence[Task]
-    scorer: Scorer
     trackers: Trackers
     swarm: Swarm | None = None
 
@@ -59,7 +55,7 @@ class TrainLoop:
         self.evaluations = HeldOutEvaluations(
             config, parts.run_dir, parts.eval_tasks, policy.runner, parts.trackers, self.totals.evals
         )
-        self._metrics = StepMetrics(policy.buffer, parts.scorer, self.watch, returns, self.totals)
+        self._metrics = StepMetrics(policy.buffer, policy.scorer, self.watch, returns, self.totals)
         self._tokens_files = TokensFiles(parts.run_dir)
         policy.versions.on_inexact = lambda version: parts.trackers.log_event("replay_not_exact", version=version)
 
@@ -89,39 +85,6 @@ class TrainLoop:
     def progress(self) -> tuple[int, ...]:
         """Counters, of which at least one changes with any progress of the run."""
         return (*self.watch.progress, self.policy.version, len(self.totals.rewards), len(self.totals.evals))
-
-    async def recover(self) -> None:
-        """Brings the trainer to the log's end: the newest intact checkpoint, then every recorded step after it."""
-        trackers, recovered = self._parts.trackers, self._buffer.recovered
-        damages: list[str] = []
-        saved = await asyncio.to_thread(checkpoint.intact, self._parts.run_dir, damages.append)
-        for damage in damages:
-            trackers.log_event("checkpoint_damaged", reason=damage)
-        if saved is not None:
-            await self.policy.trainer.load(saved.path)
-        await self.policy.versions.keep_only(recovered.version)
-        for record in await self._buffer.steps_after(saved.step if saved else -1):
-            await self._replay(record)
-        if recovered.version > 0:
-            await self.policy.versions.recover(recovered.version)
-            counts = {"waiting": float(recovered.waiting), "interrupted": float(recovered.interrupted)}
-            trackers.log_event("resumed", step=self.first_step, **counts)
-
-    async def _replay(self, record: StepRecord) -> None:
-        """Repeats a step that the log has but the checkpoint lacks, on the same groups, with a new Version if it had
-        one.
-
-        Only the weights that engines will load are written: each Version in turn would fill the disk.
-        """
-        rows = await self.policy.rows(await self._buffer.groups_of(record.step), record.version)
-        since_push = record.step % self._config.train.push_every
-        await self.policy.train(rows, record.version, since_push=since_push)
-        if record.version_after == record.version:
-            return
-        if record.version_after == self._buffer.recovered.version:
-            await self.policy.versions.write(record.version_after)
-        else:
-            await self.policy.trainer.write_version(None)
 
     async def _step(self, step: int, *, new_version: bool) -> None:
         policy, version, metrics = self.policy, self.policy.version, self._metrics

@@ -7,15 +7,15 @@ import asyncio
 import os
 import shutil
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.config import Config
 from shoal.experience.buffer import Buffer
-from shoal.interfaces import Engine, Runner
+from shoal.interfaces import Engine, Runner, Scorer
 from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.run.dynamic_sampling import informative_groups
+from shoal.run.engines import OwnEngines
 from shoal.run.prepare import Prepared
 from shoal.run.teacher import TextTeacher
 from shoal.run.versions import ServedVersions
@@ -32,16 +32,17 @@ from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
 class PolicyParts:
     """Running parts of a policy."""
 
-    config: Config
     prepared: Prepared
     engine: Engine
     trainer: TrainerProcess
     runner: Runner
+    scorer: Scorer
     buffer: Buffer
     store: WeightStore
-    teacher: TextTeacher | None = None
-    draw: Callable[[], Awaitable[None]] | None = None
-    """Fills the buffer until cancelled; `Policy.groups` starts it. None where a run does so itself."""
+    own_engines: OwnEngines
+    teacher: TextTeacher | None
+    draw: Callable[[], Coroutine[None, None, None]]
+    """Fills the buffer until cancelled; a run starts it, elsewhere `Policy.groups` does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,13 @@ class Policy:
     Invariant: without a late policy other than "drop", no group has a token older than `version - max_staleness`.
     """
 
-    def __init__(self, parts: PolicyParts, version: int = 0) -> None:
-        self.config, self.engine, self.trainer, self.buffer = parts.config, parts.engine, parts.trainer, parts.buffer
-        self.teacher, self.runner, self._prepared = parts.teacher, parts.runner, parts.prepared
-        self._draw = parts.draw
-        self.versions = ServedVersions(
-            parts.config, parts.prepared, parts.engine, parts.trainer, parts.buffer, parts.store, version
-        )
+    def __init__(self, parts: PolicyParts) -> None:
+        self.prepared, self.config = parts.prepared, parts.prepared.config
+        self.engine, self.trainer, self.buffer = parts.engine, parts.trainer, parts.buffer
+        self.runner, self.scorer, self.teacher = parts.runner, parts.scorer, parts.teacher
+        self.own_engines, self.draw = parts.own_engines, parts.draw
+        version = parts.buffer.recovered.version
+        self.versions = ServedVersions(parts.prepared, parts.engine, parts.trainer, parts.buffer, parts.store, version)
         self._since_push = 0
         self._drawing: asyncio.Task[None] | None = None
 
@@ -81,8 +82,8 @@ class Policy:
 
         Groups with less than half of their answers, or that became too old, are sampled again. Raises a `ShoalError`.
         """
-        if self._drawing is None and self._draw is not None:
-            self._drawing = asyncio.create_task(self._keep_drawing(self._draw), name="drawing groups")
+        if self._drawing is None:
+            self._drawing = asyncio.create_task(self._keep_drawing(), name="drawing groups")
         groups = await self.take()
         await self.buffer.hand_out([group.id for group in groups], self.version)
         return groups
@@ -102,7 +103,7 @@ class Policy:
 
     async def accuracy(self, questions: int = 64) -> tuple[float, float]:
         """Share of held-out questions answered right: sampled as in training, and greedy."""
-        tasks, _ = held_out_tasks(self._prepared.service, questions)
+        tasks, _ = held_out_tasks(self.prepared.service, questions)
         measured = await evaluation(tasks, self.runner)
         return measured.values["sampled"], measured.values["greedy"]
 
@@ -110,7 +111,7 @@ class Policy:
         """Writes the trained model as a Hugging Face directory, with merged adapters, which `adapter/` has too."""
         target = await asyncio.to_thread(lambda: Path(directory).absolute())
         skip = shutil.ignore_patterns("*.safetensors*")
-        await asyncio.to_thread(shutil.copytree, self._prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
+        await asyncio.to_thread(shutil.copytree, self.prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
         await self.trainer.write_version(target / FILE, push=False)
         if self.config.train.lora.rank:  # in the folder of the merged model, transformers would add it once more
             (target / "adapter").mkdir(exist_ok=True)
@@ -157,10 +158,10 @@ class Policy:
             self._drawing.cancel()
             await asyncio.wait([self._drawing])
 
-    async def _keep_drawing(self, draw: Callable[[], Awaitable[None]]) -> None:
+    async def _keep_drawing(self) -> None:
         """Keeps the buffer filled; an error that ends it is raised by `groups`."""
         try:
-            await draw()
+            await self.draw()
         except ExceptionGroup as errors:
             error: Exception = errors
             while isinstance(error, ExceptionGroup):

@@ -3,17 +3,19 @@
 Torch is not loaded. `prepare` leaves nothing behind when it refuses.
 """
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 
 from shoal import checker
 from shoal.checker import leaves, needs_tests, task_spec
 from shoal.config import Config
 from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
-from shoal.errors import ConfigError, ModelError, TaskError, did_you_mean
+from shoal.errors import ConfigError, ModelError, RunDirError, TaskError, did_you_mean
 from shoal.files import siblings
 from shoal.interfaces import Environment
 from shoal.model.adapter_targets import check_targets_of_files
@@ -29,7 +31,6 @@ from shoal.rollout.reward_hooks import hooks_of
 from shoal.run.blocking import run_blocking
 from shoal.run.machine.devices import Devices, devices_of
 from shoal.run.machine.memory import check_fits, kept_bytes
-from shoal.run.run_dir import check_run_dir
 from shoal.sandbox.runner import strongest
 from shoal.swarm.strategy.choice import sharer_of, taker_of
 from shoal.swarm.wire.options import NatsOptions
@@ -40,6 +41,8 @@ from shoal.types import RewardStatus, Sampling, Split, Task
 from shoal.weights.store import ADAPTER_FILE, FILE
 
 PROBED_TASKS = 64
+FOLDERS = ("weights", "logs", "checkpoints", "swarm", "model", "adapter", "archive", "held_out", "tokens")
+"""Folders that a run makes in its directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,14 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: st
         if trains and not devices.ranks:
             check_fits(config, kept_bytes(config, model_dir, made.row_tokens))
         yield made
+
+
+@contextmanager
+def prepare_answering(config: Config) -> Iterator[Prepared]:
+    """Prepares a run that trains nothing, in a temporary run directory. Raises a `ShoalError`."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="shoal-"))
+        yield stack.enter_context(prepare(config.model_copy(update={"run_dir": folder}), trains=False))
 
 
 def _loaded(config: Config) -> tuple[Path, ChatRenderer, int]:
@@ -189,6 +200,23 @@ def check_start(config: Config, *, resume: bool = False) -> None:
             except ConfigError as error:
                 raise ConfigError(f"metrics.trackers: {text}: {error}") from None
     check_run_dir(Path(config.run_dir), resume=resume)
+
+
+def check_run_dir(run_dir: Path, *, resume: bool) -> None:
+    """Raises `RunDirError` unless a run can be written (or resumed) there. Leaves nothing behind."""
+    log = run_dir / "log.sqlite"
+    try:
+        if resume and not log.is_file():
+            raise RunDirError(f"{run_dir} holds no run to resume: {log} does not exist")
+        if not resume and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+            raise RunDirError(f"{run_dir} exists already; resume it with --resume or choose another run_dir")
+        for inner in FOLDERS:
+            if (run_dir / inner).exists() and not (run_dir / inner).is_dir():
+                raise RunDirError(f"{run_dir / inner}: expected a folder, got a file; move it away")
+        parent = next(folder for folder in (run_dir, *run_dir.parents) if os.path.lexists(folder))
+        os.rmdir(mkdtemp(dir=parent))
+    except OSError as error:
+        raise RunDirError(f"run_dir {run_dir} cannot be written: {error.strerror}") from None
 
 
 async def check_functions(services: Sequence[Environment], answers: int) -> None:

@@ -5,13 +5,11 @@ is written.
 """
 
 import asyncio
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 
 from shoal.config import Config
@@ -20,10 +18,10 @@ from shoal.interfaces import Environment, Runner
 from shoal.reward.service import FULL
 from shoal.rollout.orchestrator import Source
 from shoal.rollout.reward_hooks import hooks_of, processed
-from shoal.run.assemble import playing, serving
 from shoal.run.blocking import run_blocking
 from shoal.run.learning import cut_remedy, distinct_answers, remedy, teaches, was_cut
-from shoal.run.prepare import Prepared, prepare
+from shoal.run.parts import answering
+from shoal.run.prepare import Prepared, prepare_answering
 from shoal.trainer.advantage import returns_of
 from shoal.types import Group, Rollout, RolloutStatus
 
@@ -34,7 +32,7 @@ WEAK = 0.25
 SLIGHT = 0.1
 """Mean difference of rewards within groups below which partial marks alone say little about the answer."""
 
-Tell = Callable[[str], None]
+Show = Callable[[str], None]
 Returns = Callable[[Rollout], list[float]]
 
 
@@ -54,44 +52,38 @@ class Prospect:
         return {"verdict": self.verdict, "learns": self.learns, "tasks": self.tables}
 
 
-def prospect_of(config: Config, seconds: float, tell: Tell) -> Prospect:
-    """Answers groups of a run's tasks for about `seconds`. Raises a `ShoalError`; `tell` gets the progress."""
+def prospect_of(config: Config, seconds: float, show: Show) -> Prospect:
+    """Answers groups of a run's tasks for about `seconds`. Raises a `ShoalError`; `show` gets the progress."""
     if config.stages:
         raise ConfigError(
             "stages: expected a run whose model exists, got stages; write a separate configuration for one stage"
         )
     if config.train.teacher is not None:
         raise ConfigError("train.teacher: expected a run that learns from rewards, got one that its teacher teaches")
-    tell("checking model, tasks and rewards")
-    with prepare(config, trains=False) as prepared, tempfile.TemporaryDirectory() as folder:
-        groups = run_blocking(_drawn(config, prepared, Path(folder), seconds, tell))
+    show("checking model, tasks and rewards")
+    with prepare_answering(config) as prepared:
+        groups = run_blocking(_sampled(prepared, seconds, show))
     returns = returns_of(config.train, config.rollout.max_tokens)
     return judged(groups, returns, within_groups=config.train.compares_within_groups)
 
 
-async def _drawn(
-    config: Config, prepared: Prepared, folder: Path, seconds: float, tell: Tell
-) -> dict[str, list[Group]]:
+async def _sampled(prepared: Prepared, seconds: float, show: Show) -> dict[str, list[Group]]:
     """The groups that ended, by task: rounds for as long as another one is likely to end in time."""
     groups: dict[str, list[Group]] = {name: [] for name in prepared.environments}
-    tell("starting the engine")
-    async with (
-        serving(config, prepared, folder) as (engine, single_turn),
-        playing(config, prepared, engine, single_turn) as runner,
-    ):
+    show("starting the engine")
+    async with answering(prepared) as parts:
         began_s, first, size = time.monotonic(), 0, 1
         while True:
             round_began_s = time.monotonic()
-            await _round(config, prepared, runner, range(first, first + size), groups, began_s + seconds)
+            await _round(prepared, parts.runner, range(first, first + size), groups, began_s + seconds)
             now_s = time.monotonic()
-            tell(f"{sum(map(len, groups.values()))} groups in {now_s - began_s:.0f} s of at most {seconds:g} s")
+            show(f"{sum(map(len, groups.values()))} groups in {now_s - began_s:.0f} s of at most {seconds:g} s")
             first, size = first + size, 2 * size
             if first >= GROUPS or now_s + 2 * (now_s - round_began_s) > began_s + seconds:
                 return groups
 
 
 async def _round(
-    config: Config,
     prepared: Prepared,
     runner: Runner,
     indices: Sequence[int],
@@ -99,6 +91,7 @@ async def _round(
     until_s: float,
 ) -> None:
     """Adds the groups of these questions of each task that end before `until_s`, a time of the monotonic clock."""
+    config = prepared.config
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
 
     async def one(environment: Environment, index: int) -> None:

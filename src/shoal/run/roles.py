@@ -6,35 +6,35 @@ The run's token is in the environment, or is made and kept in the run directory,
 import asyncio
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.cluster.on_ray import RayPlan, started
-from shoal.cluster.rank_group import RankGroup
 from shoal.cluster.registry import RunInfo
 from shoal.config import Config
 from shoal.errors import ConfigError
 from shoal.files import replaced
-from shoal.interfaces import Worker
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.net.identity import Identity
 from shoal.net.listening import tls_files
 from shoal.net.run_server import RunServer
 from shoal.net.server import json
-from shoal.observe.metrics import Trackers
 from shoal.run.backup import KEY_FILE
 from shoal.run.prepare import Prepared
-from shoal.trainer.worker import local_ranks
 from shoal.weights.serving import VersionServer
 from shoal.weights.store import WeightStore
 
 TOKEN_FILE = "run.token"
+
+OnEvent: TypeAlias = Callable[..., None]
+"""Callback that gets the name of an event, and its details by keyword."""
 
 
 def run_token(config: Config) -> str:
@@ -46,14 +46,15 @@ def run_token(config: Config) -> str:
 
 
 @contextmanager
-def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> Iterator[None]:
-    """Has Ray start the roles of `cluster`, and keep them, within the block; does nothing without a Ray cluster.
+def launched(config: Config, on_given_up: Callable[[str], None]) -> Iterator[str]:
+    """Has Ray start the roles of `cluster`, and keep them, within the block; yields the run's token.
 
-    `on_given_up` gets a sentence for a role that ends too often. Raises `ConfigError` when Ray is not installed.
+    Starts nothing without a Ray cluster. `on_given_up` gets a sentence for a role that ends too often. Raises
+    `ConfigError` when Ray is not installed.
     """
-    cluster = config.cluster
+    cluster, token = config.cluster, run_token(config)
     if not cluster.address:
-        yield
+        yield token
         return
     if find_spec("ray") is None:
         raise ConfigError("cluster.address: expected the package ray, which 'shoal[cluster]' brings, got none")
@@ -70,14 +71,13 @@ def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> 
         rewards=cluster.rewards,
     )
     with started(plan, token, on_given_up):
-        yield
+        yield token
 
 
 @asynccontextmanager
-async def opened_roles(
-    config: Config, prepared: Prepared, store: WeightStore, trackers: Trackers
-) -> AsyncIterator[RunServer | None]:
+async def opened_roles(prepared: Prepared, store: WeightStore, on_event: OnEvent) -> AsyncIterator[RunServer | None]:
     """Opens the registry and serves Versions; None when no role of another host may join."""
+    config = prepared.config
     if config.services_at is None or not config.cluster.listen:
         yield None
         return
@@ -92,8 +92,8 @@ async def opened_roles(
     shared: RunServer | None = getattr(prepared.service, "task_server", None)
     versions = VersionServer(store, prepared.model_dir, identity)
     async with run_server(config, prepared.token, shared) as server:
-        with registry(server, info, versions, lambda name, state: trackers.log_event("role", role=name, state=state)):
-            trackers.log_event("roles", url=server.url, token_file=str(Path(config.run_dir) / TOKEN_FILE))
+        with registry(server, info, versions, lambda name, state: on_event("role", role=name, state=state)):
+            on_event("roles", url=server.url, token_file=str(Path(config.run_dir) / TOKEN_FILE))
             yield server
 
 
@@ -140,18 +140,3 @@ def registry(
             yield
     finally:
         server.on_role = lambda name, state: None
-
-
-@asynccontextmanager
-async def trainer_ranks(
-    config: Config, prepared: Prepared, threads: int, roles: RunServer | None
-) -> AsyncIterator[Sequence[Worker]]:
-    """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`."""
-    places = config.cluster.trainer
-    if places is None or roles is None:
-        log = Path(config.run_dir) / "logs" / "trainer.log"
-        async with local_ranks(log, threads, config.train.ranks, prepared.devices.ranks) as own:
-            yield own
-        return
-    async with RankGroup(places.ranks, places.per_host).ranks(roles) as joined:
-        yield joined

@@ -1,9 +1,7 @@
 """A run directory is checked, opened with its log and metrics, and gets the configuration of each start."""
 
 import json
-import os
 import shutil
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
@@ -23,26 +21,8 @@ from shoal.plugins import source_hash
 QUEUED_GROUPS = 1.25  # times the groups that fill the engine: it must never wait for the next
 STEP_KINDS = ("step", "eval", "answer")
 """Kinds of records whose `step` is a number of the log's steps."""
-FOLDERS = ("weights", "logs", "checkpoints", "swarm", "model", "adapter", "archive", "held_out", "tokens")
 
 Listener: TypeAlias = Callable[[Record], None]
-
-
-def check_run_dir(run_dir: Path, *, resume: bool) -> None:
-    """Raises `RunDirError` unless a run can be written (or resumed) there. Leaves nothing behind."""
-    log = run_dir / "log.sqlite"
-    try:
-        if resume and not log.is_file():
-            raise RunDirError(f"{run_dir} holds no run to resume: {log} does not exist")
-        if not resume and run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-            raise RunDirError(f"{run_dir} exists already; resume it with --resume or choose another run_dir")
-        for inner in FOLDERS:
-            if (run_dir / inner).exists() and not (run_dir / inner).is_dir():
-                raise RunDirError(f"{run_dir / inner}: expected a folder, got a file; move it away")
-        parent = next(folder for folder in (run_dir, *run_dir.parents) if os.path.lexists(folder))
-        os.rmdir(tempfile.mkdtemp(dir=parent))
-    except OSError as error:
-        raise RunDirError(f"run_dir {run_dir} cannot be written: {error.strerror}") from None
 
 
 def own_mathematics(config: Config) -> dict[str, str]:
@@ -78,8 +58,7 @@ async def opened_run(
         stack.push_async_callback(buffer.close)
         try:
             changed = changed_settings(config, run_dir)
-            last = buffer.recovered.last_step
-            lost = forget_lost_steps(run_dir, 0 if last is None else last + 1) if resume else 0
+            lost = forget_lost_steps(run_dir, buffer.recovered.first_step) if resume else 0
             write_resolved(config, run_dir)
             with closing(trackers_of(config.metrics, run_dir, listeners)) as trackers:
                 stack.callback(buffer.on_locked, lambda locked: None)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.files import replaced
-from shoal.run.run_dir import Listener, check_run_dir, write_resolved
+from shoal.run.prepare import check_run_dir
+from shoal.run.run_dir import Listener, write_resolved
 from shoal.run.supervised import run_supervised
-from shoal.run.training import run_training
 
 DONE = "done.json"
 
@@ -40,6 +40,8 @@ def _run(config: Config, data: str | None, *, resume: bool, listeners: Sequence[
     run_dir = Path(config.run_dir)
     if data is not None:
         return run_supervised(config, Path(data), resume=resume)
+    from shoal.run.training import run_training
+
     begun = (run_dir / "log.sqlite").is_file()
     if not begun:
         shutil.rmtree(run_dir, ignore_errors=True)

@@ -76,7 +76,7 @@ async def joinable(
             async with TinkerService(settings, on_step, numbered, trainers) as service:
                 server.open(EngineRole, partial(_joined_engine, service.samplers, name))
                 try:
-                    with launched(config, token, lambda words: on_event("Ray", words)):
+                    with launched(config, lambda words: on_event("Ray", words)):
                         yield service, server.url
                 finally:
                     server.close(EngineRole)

@@ -1,4 +1,4 @@
-"""Training joins the parts of a run in one TaskGroup, and takes them down: no other file knows them all.
+"""Training runs a policy with its log, schedule and background tasks in one TaskGroup, and takes all of them down.
 
     engine process <--HTTP-- main process --frames--> trainer process
                                   |------frames--> reward workers
@@ -8,7 +8,6 @@ names it; `--resume` continues from the log.
 """
 
 import asyncio
-import tempfile
 import time
 from collections.abc import Hashable, Sequence
 from contextlib import AsyncExitStack
@@ -16,7 +15,7 @@ from itertools import count
 from pathlib import Path
 from statistics import fmean
 
-from shoal.config import QUESTIONS, Config
+from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError
 from shoal.interfaces import Scorer, WholeExchange, Worker
@@ -24,32 +23,38 @@ from shoal.net.process import cores
 from shoal.net.run_server import WorkerLost
 from shoal.observe.metrics import read_records, stage
 from shoal.rollout.constant_answers import paid_constants
-from shoal.rollout.evaluation import evaluation, held_out_tasks
+from shoal.rollout.evaluation import held_out_tasks
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.assemble import orchestrator, playing, serving
 from shoal.run.backup import back_up, check_backup, keep_backup
 from shoal.run.blocking import run_blocking
-from shoal.run.engines import OwnEngines
-from shoal.run.join_swarm import report_connection, swarm_node
+from shoal.run.join_swarm import report_connection
 from shoal.run.loop import RunParts, TrainLoop
 from shoal.run.machine.devices import Threads
-from shoal.run.policy import Policy, PolicyParts
+from shoal.run.parts import opened_policy, swarm_node
+from shoal.run.policy import Policy
 from shoal.run.prepare import Prepared, check_start, prepare
+from shoal.run.recovery import recover
 from shoal.run.result import Result, RunTotals
-from shoal.run.roles import launched, opened_roles, run_token, trainer_ranks
+from shoal.run.roles import launched
 from shoal.run.run_dir import Listener, opened_run
 from shoal.run.standstill import report_waits, watch_progress
-from shoal.run.teacher import text_teacher
 from shoal.run.versions import PARITY_BOUND_NATS
 from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
-from shoal.trainer.worker import TrainerProcess
 from shoal.types import Sampling, Split
-from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore, write_model
+from shoal.weights.store import ADAPTER_FILE, FILE, write_model
 
 PARITY_TOKENS = 24
 MOST_RANK_GROUPS = 16
 """Groups of ranks on other hosts that a run may lose; it goes on from its log with the next one."""
+
+
+def train_with_progress(config: Config, *, resume: bool = False) -> Result:
+    """Trains as a configuration says and shows the progress. Raises a `ShoalError`."""
+    from shoal.observe.progress import LiveProgress
+
+    with LiveProgress(config.train.steps, config.asynchrony.max_staleness) as shown:
+        return run_training(config, resume=resume, listeners=[shown.update])
 
 
 def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Listener] = ()) -> Result:
@@ -57,17 +62,16 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
     refuse_masked(config.model_dump(mode="json"))
     check_start(config, resume=resume)
 
-    def tell(words: str) -> None:
+    def show(words: str) -> None:
         for listener in listeners:
             listener(stage(words))
 
-    tell("checking model, tasks and rewards")
-    token = run_token(config)
-    with launched(config, token, tell):
+    show("checking model, tasks and rewards")
+    with launched(config, show) as token:
         for attempt in count():
             try:
                 with prepare(config, token=token) as prepared:
-                    return run_blocking(train(config, prepared, resume=resume, listeners=listeners))
+                    return run_blocking(train(prepared, resume=resume, listeners=listeners))
             except* WorkerLost:
                 if attempt == MOST_RANK_GROUPS:
                     raise
@@ -75,26 +79,7 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
     raise AssertionError
 
 
-def run_evaluation(config: Config) -> dict[str, object]:
-    """Measures the configured model's held-out accuracy, without training."""
-    with prepare(config, trains=False) as prepared, tempfile.TemporaryDirectory() as logs:
-        return run_blocking(_evaluate(config, prepared, Path(logs)))
-
-
-async def _evaluate(config: Config, prepared: Prepared, folder: Path) -> dict[str, object]:
-    tasks, few = held_out_tasks(prepared.service, config.eval.questions or QUESTIONS)
-    async with (
-        serving(config, prepared, folder) as (engine, single_turn),
-        playing(config, prepared, engine, single_turn) as runner,
-    ):
-        evaluated = await evaluation(tasks, runner, first=True)
-    why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}
-    shortage = {"few_questions": few} if few else {}
-    return {**evaluated.values, **why, **shortage, "model": str(prepared.model_dir)}
-
-
 async def train(
-    config: Config,
     prepared: Prepared,
     *,
     resume: bool = False,
@@ -108,71 +93,56 @@ async def train(
 
     `scorer` replaces the worker processes, `single_turn` the runner of tasks, and `exchange` the swarm's servers.
     """
-    threads, own, run_dir = threads or Threads(), OwnEngines(), Path(config.run_dir)
+    config, run_dir = prepared.config, Path(prepared.config.run_dir)
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         buffer, trackers = await opened(opened_run(config, listeners, resume=resume))
         for note in prepared.service.notes:
             trackers.log_event("left_out", reason=note)
-        trackers.stage("starting engines and reward workers")
-        store = WeightStore(run_dir / "weights")
-        roles = await opened(opened_roles(config, prepared, store, trackers))
+        trackers.stage("starting engines, reward workers and trainer")
         if config.checkpoint.backup:
             await asyncio.to_thread(check_backup, run_dir, config.checkpoint.backup)
-        ranks = await opened(trainer_ranks(config, prepared, threads.trainer, roles))
-        engine, answering = await opened(
-            serving(
-                config,
+        policy = await opened(
+            opened_policy(
                 prepared,
-                run_dir,
+                buffer,
                 scorer=scorer,
                 single_turn=single_turn,
                 threads=threads,
                 recovered=buffer.recovered.version,
                 resume=resume,
-                on_event=lambda how: trackers.log_event("engine_lost", reason=how),
-                own=own,
-                roles=roles,
+                on_event=trackers.log_event,
             )
         )
-        trainer = TrainerProcess(ranks)
-        trackers.stage("starting the trainer")
-        await trainer.start(prepared.model_dir, config, threads.trainer)
         eval_tasks, few = held_out_tasks(prepared.service, config.held_out_questions)
         if few:
             trackers.log_event("few_questions", reason=few)
-        node = await opened(
-            swarm_node(config, prepared, run_dir, answering.scorer, apart=scorer is None, exchange=exchange)
-        )
-        runner = await opened(playing(config, prepared, engine, answering))
-        teacher = await opened(text_teacher(config.train, prepared.renderer))
-        parts = PolicyParts(config, prepared, engine, trainer, runner, buffer, store, teacher)
-        policy = Policy(parts, buffer.recovered.version)
-        return await _run_parts(policy, RunParts(run_dir, eval_tasks, answering.scorer, trackers, node), prepared, own)
+        node = await opened(swarm_node(prepared, policy.scorer, apart=scorer is None, exchange=exchange))
+        return await _run(policy, RunParts(run_dir, eval_tasks, trackers, node))
 
 
-async def _run_parts(policy: Policy, parts: RunParts, prepared: Prepared, own: OwnEngines) -> Result:
+async def _run(policy: Policy, parts: RunParts) -> Result:
     """Recovers, checks parity, evaluates, trains, and evaluates again."""
-    began_s, config, recovered = time.monotonic(), policy.config, policy.buffer.recovered
-    first_step = 0 if recovered.last_step is None else recovered.last_step + 1
+    began_s, config, prepared = time.monotonic(), policy.config, policy.prepared
+    first_step = policy.buffer.recovered.first_step
     totals = RunTotals.earlier(read_records(parts.run_dir / "metrics.jsonl"), first_step) if first_step else RunTotals()
     loop = TrainLoop(policy, parts, first_step=first_step, totals=totals)
     if first_step:
         parts.trackers.stage("bringing the trainer to the log's end")
-    await loop.recover()
+    await recover(policy, parts.run_dir, parts.trackers)
     parts.trackers.stage("comparing the logprobs of engine and trainer")
-    parity = await logprob_mismatch(policy, prepared, same_weights=first_step % config.train.push_every == 0)
+    parity = await logprob_mismatch(policy, same_weights=first_step % config.train.push_every == 0)
     parts.trackers.log_event("parity", mismatch=parity)
     parts.trackers.log_event("sandbox", backend=await asyncio.to_thread(in_use))
     devices = prepared.devices
     parts.trackers.log_event("machine", cores=cores(), gpus=len({*devices.engines, *devices.ranks}))
     if not first_step:
-        for reason in await paid_constants(parts.eval_tasks, parts.scorer):
+        for reason in await paid_constants(parts.eval_tasks, policy.scorer):
             parts.trackers.log_event("pays_a_constant", reason=reason)
     parts.trackers.stage(f"answering {len(parts.eval_tasks)} held-out questions, twice")
     await loop.evaluations.run(first_step)
     with report_waits():
-        trained_s = await _train_and_evaluate(policy, parts, prepared, loop, own)
+        trained_s = await _train_and_evaluate(policy, parts, loop)
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     write_model(prepared.model_dir, newest, parts.run_dir)
     if config.train.lora.rank:  # a Version has either; in one folder, transformers would add the adapter again
@@ -202,9 +172,7 @@ async def _run_parts(policy: Policy, parts: RunParts, prepared: Prepared, own: O
     )
 
 
-async def _train_and_evaluate(
-    policy: Policy, parts: RunParts, prepared: Prepared, loop: TrainLoop, own: OwnEngines
-) -> float:
+async def _train_and_evaluate(policy: Policy, parts: RunParts, loop: TrainLoop) -> float:
     """Trains the remaining steps with the background tasks; returns the seconds taken."""
     config = policy.config
 
@@ -217,14 +185,13 @@ async def _train_and_evaluate(
         parts.trackers.log_event("standstill", reason=reason)
 
     began_s = time.monotonic()
-    drawing_groups = orchestrator(config, prepared, policy.runner, policy.buffer, parts.trackers.log_event)
     background = {
-        "orchestrator": drawing_groups.run(),
+        "orchestrator": policy.draw(),
         **{f"trainer rank {i}": _watch(rank) for i, rank in enumerate(policy.trainer.ranks)},
         "loading versions": policy.versions.keep_loaded(),
         "watching the engine": loop.watch.run(),
         "watching for standstills": watch_progress(
-            progress, own.helped, stood_still, config.stall_s + config.swarm.wait_s
+            progress, policy.own_engines.helped, stood_still, config.stall_s + config.swarm.wait_s
         ),
     }
     if backup := config.checkpoint.backup:
@@ -250,12 +217,13 @@ async def _watch(rank: Worker) -> None:
     raise ChildDied(str(await rank.died()))
 
 
-async def logprob_mismatch(policy: Policy, prepared: Prepared, *, same_weights: bool = True) -> float:
+async def logprob_mismatch(policy: Policy, *, same_weights: bool = True) -> float:
     """Mean |difference| in nats between the logprobs of engine and trainer, on answers just sampled.
 
     Raises `ConfigError` above the bound of the dtype: importance ratios would measure the software, not the policy.
     Without `same_weights` no bound applies: a trainer that resumes between two Versions is ahead of the engines.
     """
+    prepared = policy.prepared
     sampling = Sampling(PARITY_TOKENS, stop_token_ids=prepared.renderer.stop_token_ids, seed=policy.config.seed)
     rows, sampled = [], []
     for index in range(4):

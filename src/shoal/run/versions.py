@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.config import Config
 from shoal.engine import canary
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import Engine
@@ -23,7 +22,6 @@ class ServedVersions:
 
     def __init__(
         self,
-        config: Config,
         prepared: Prepared,
         engine: Engine,
         trainer: TrainerProcess,
@@ -31,7 +29,7 @@ class ServedVersions:
         store: WeightStore,
         number: int = 0,
     ) -> None:
-        self._config, self._prepared, self._store = config, prepared, store
+        self._prepared, self._store = prepared, store
         self._engine, self._trainer, self._buffer = engine, trainer, buffer
         self._newest: WrittenVersion | None = None
         self._to_load = asyncio.Event()
@@ -51,7 +49,8 @@ class ServedVersions:
         """
         unfinished = self._store.begin(number)
         busy_s = await self._trainer.write_version(unfinished / self._prepared.version_file, push=push)
-        if self._config.engine.urls or self._config.cluster.listen:
+        config = self._prepared.config
+        if config.engine.urls or config.cluster.listen:
             await self._write_canary(unfinished)
         written = await asyncio.to_thread(self._store.seal, number)
         if not await self._buffer.record_version(number, written.checksum):
@@ -109,5 +108,5 @@ class ServedVersions:
         task = await asyncio.to_thread(self._prepared.service.draw, Split.EVAL, 0)
         row = self._prepared.renderer.prompt_ids(task.messages)[:CANARY_TOKENS]
         (logprobs,) = await self._trainer.logprobs([row])
-        bound = PARITY_BOUND_NATS[self._config.model.dtype]
+        bound = PARITY_BOUND_NATS[self._prepared.config.model.dtype]
         await asyncio.to_thread(canary.write, canary.Canary(tuple(row), logprobs, bound), directory)

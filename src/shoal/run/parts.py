@@ -1,0 +1,299 @@
+"""Opens the running parts of a prepared run: engines, scorer, runners of tasks, trainer and policy.
+
+`answering` evaluates a model. `opened_policy` adds a trainer; `shoal train` and `shoal.open_policy` call it.
+A task's runner is the built-in single turn, or an agent that talks to the model through a session.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from shoal.cluster.rank_group import RankGroup
+from shoal.cluster.registry import RewardsRole
+from shoal.config import Config
+from shoal.errors import ChildDied
+from shoal.experience.buffer import Buffer
+from shoal.experience.log import external_groups, snapshot
+from shoal.gateway.host import Host
+from shoal.interfaces import Engine, Environment, Runner, Scorer, WholeExchange, Worker
+from shoal.net.run_server import LeasedWorker, RunServer
+from shoal.reward.remote import RemoteScorer
+from shoal.reward.service import BinaryScorer, RewardService
+from shoal.rollout.agents.clients import Agent, agent_of
+from shoal.rollout.agents.runner import AgentRunner, Play
+from shoal.rollout.mixture_weights import BOUNDS, Adjuster
+from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
+from shoal.rollout.reward_hooks import hooks_of, processed
+from shoal.rollout.single_turn import Runners, SingleTurn
+from shoal.run.engines import EngineSettings, OwnEngines, engines
+from shoal.run.join_swarm import joined_peer
+from shoal.run.machine.devices import Threads
+from shoal.run.policy import Policy, PolicyParts
+from shoal.run.prepare import Prepared
+from shoal.run.roles import OnEvent, opened_roles
+from shoal.run.teacher import text_teacher
+from shoal.swarm.node import Node
+from shoal.swarm.trust.limits import SCORE_S
+from shoal.tasks.remote_environment import EnvironmentScorer
+from shoal.tasks.remote_server import TaskServer
+from shoal.trainer.worker import TrainerProcess, local_ranks
+from shoal.types import Reward, Task
+from shoal.weights.store import WeightStore
+
+MOST_REMEMBERED = 16_384
+"""External groups that a resumed run remembers as trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweringParts:
+    """Running parts that answer tasks and score the answers."""
+
+    engine: Engine
+    """All engines as one."""
+    own: OwnEngines
+    scorer: Scorer
+    runner: Runner
+    """Runs every task of the run."""
+
+
+@asynccontextmanager
+async def answering(
+    prepared: Prepared,
+    *,
+    scorer: Scorer | None = None,
+    single_turn: type[SingleTurn] = SingleTurn,
+    threads: Threads | None = None,
+    recovered: int | None = None,
+    resume: bool = False,
+    on_event: OnEvent = lambda name, **details: None,
+    roles: RunServer | None = None,
+) -> AsyncIterator[AnsweringParts]:
+    """Starts scorer and engines, and combines the runners of all tasks over both.
+
+    `scorer` replaces the worker processes, `single_turn` the runner of tasks without an agent. Engines and scorers of
+    other hosts join by `roles`. `recovered` is the newest Version of a run, which engines may serve already; None
+    outside of runs. `resume` says that the run existed before.
+    """
+    logs, own = Path(prepared.config.run_dir) / "logs", OwnEngines()
+    settings = EngineSettings(prepared, (threads or Threads()).engine, recovered or 0, resume)
+    async with AsyncExitStack() as stack:
+        if scorer is None:
+            opening = own_scorer(prepared, logs / "reward.log", resumable=recovered is not None, roles=roles)
+            scorer = await stack.enter_async_context(opening)
+        starting = engines(settings, lambda how: on_event("engine_lost", reason=how), own, roles)
+        engine = await stack.enter_async_context(starting)
+        single = single_turn(engine, prepared.renderer, scorer, prepared.sampling)
+        runner = await stack.enter_async_context(playing(prepared, engine, single))
+        yield AnsweringParts(engine, own, scorer, runner)
+
+
+@asynccontextmanager
+async def opened_policy(
+    prepared: Prepared,
+    buffer: Buffer,
+    *,
+    scorer: Scorer | None = None,
+    single_turn: type[SingleTurn] = SingleTurn,
+    threads: Threads | None = None,
+    recovered: int | None = None,
+    resume: bool = False,
+    on_event: OnEvent = lambda name, **details: None,
+) -> AsyncIterator[Policy]:
+    """Starts engines, scorer and trainer, and joins them in a policy over a buffer; arguments are `answering`'s.
+
+    Files go to `run_dir`, which the buffer has made. Raises a `ShoalError`.
+    """
+    config, threads = prepared.config, threads or Threads()
+    store = WeightStore(Path(config.run_dir) / "weights")
+    async with AsyncExitStack() as stack:
+        opened = stack.enter_async_context
+        roles = await opened(opened_roles(prepared, store, on_event))
+        ranks = await opened(_ranks(prepared, threads.trainer, roles))
+        parts = await opened(
+            answering(
+                prepared,
+                scorer=scorer,
+                single_turn=single_turn,
+                threads=threads,
+                recovered=recovered,
+                resume=resume,
+                on_event=on_event,
+                roles=roles,
+            )
+        )
+        trainer = TrainerProcess(ranks)
+        await trainer.start(prepared.model_dir, config, threads.trainer)
+        teacher = await opened(text_teacher(config.train, prepared.renderer))
+        draw = orchestrator(prepared, parts.runner, buffer, on_event).run
+        made = PolicyParts(
+            prepared, parts.engine, trainer, parts.runner, parts.scorer, buffer, store, parts.own, teacher, draw
+        )
+        yield await opened(aclosing(Policy(made)))
+
+
+@asynccontextmanager
+async def swarm_node(
+    prepared: Prepared, scorer: Scorer, *, apart: bool, exchange: WholeExchange | None = None
+) -> AsyncIterator[Node | None]:
+    """Opens the node of a run; None outside of swarms. Raises a `ShoalError`.
+
+    The run's log is open by now. `scorer` is the run's. Peers' answers scored `apart` have a worker process of their
+    own, so a hanging answer of a peer delays no answer of the run. An `exchange` replaces that of `swarm.servers`.
+    """
+    config, run_dir = prepared.config, Path(prepared.config.run_dir)
+    if not config.swarm.servers and exchange is None:
+        yield None
+        return
+    async with AsyncExitStack() as stack:
+        services = list(prepared.environments.values())
+        joined = await stack.enter_async_context(joined_peer(config, run_dir, services, exchange))
+        if apart and config.swarm.external_groups:
+            shorter_s = min(config.reward.timeout_s, SCORE_S)
+            reward = config.reward.model_copy(update={"workers": 1, "timeout_s": shorter_s})
+            alone = replace(prepared, config=config.model_copy(update={"reward": reward}))
+            log = run_dir / "logs" / "peers.log"
+            scorer = await stack.enter_async_context(own_scorer(alone, log, resumable=True))
+        with snapshot(run_dir) as connection:
+            trained = external_groups(connection, MOST_REMEMBERED)
+        yield Node(joined, scorer, prepared.renderer, prepared.max_model_len, trained=trained)
+
+
+@asynccontextmanager
+async def _ranks(prepared: Prepared, threads: int, roles: RunServer | None) -> AsyncIterator[Sequence[Worker]]:
+    """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`."""
+    train, places = prepared.config.train, prepared.config.cluster.trainer
+    if places is None or roles is None:
+        log = Path(prepared.config.run_dir) / "logs" / "trainer.log"
+        async with local_ranks(log, threads, train.ranks, prepared.devices.ranks) as own:
+            yield own
+        return
+    async with RankGroup(places.ranks, places.per_host).ranks(roles) as joined:
+        yield joined
+
+
+class ResumableRewards(RewardService):
+    """Scorer of a run: when its workers end for good, the run does, with a sentence that tells how to continue."""
+
+    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
+        """One reward per answer, in order. Raises `ChildDied` when no worker can be started any more."""
+        try:
+            return await super().score(task, answers)
+        except ChildDied as error:
+            raise ChildDied(f"{error}; go on with --resume") from error
+
+
+@asynccontextmanager
+async def own_scorer(
+    prepared: Prepared, log: Path, *, resumable: bool = False, roles: RunServer | None = None
+) -> AsyncIterator[Scorer]:
+    """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`.
+
+    Without local workers the run takes scorers that join by `roles`.
+    """
+    config = prepared.config
+    async with (ResumableRewards if resumable else RewardService)(config.reward, log) as rewards:
+        if roles is not None and rewards.remote is not None:
+            roles.open(RewardsRole, partial(_joined_scorer, rewards.remote))
+        rewards_of = {one.name: [one.reward] if isinstance(one.reward, str) else one.reward for one in config.tasks}
+        correct_only = {name for name, hooks in rewards_of.items() if "correct" in hooks}
+        try:
+            yield BinaryScorer(EnvironmentScorer(prepared.environments, rewards), correct_only)
+        finally:
+            if roles is not None:
+                roles.close(RewardsRole)
+
+
+@asynccontextmanager
+async def _joined_scorer(scorer: RemoteScorer, role: RewardsRole, worker: LeasedWorker) -> AsyncIterator[None]:
+    """Has a scorer that joined asked, until it leaves."""
+    scorer.add(worker.name, role.url, role.token)
+    try:
+        yield
+    finally:
+        await scorer.remove(worker.name)
+
+
+@asynccontextmanager
+async def playing(prepared: Prepared, engine: Engine, single_turn: SingleTurn) -> AsyncIterator[Runner]:
+    """Combines the runners of all tasks. Sessions are served where workers register, else on loopback."""
+    config, environments, agents = prepared.config, prepared.environments, _agents(prepared.config)
+    plays: dict[str, Play] = {name: one.rollout for name, one in environments.items() if one.converses}
+    if not plays and not agents:
+        yield single_turn
+        return
+    async with AsyncExitStack() as stack:
+        for name, agent in agents.items():
+            plays[name] = await stack.enter_async_context(agent.play())
+        at, _ = config.services_at or ("127.0.0.1", 0)
+        speeds = {task.name: task.max_running for task in config.tasks}
+        hosted = Host.open(engine, prepared.renderer, max_model_len=prepared.max_model_len, at=at)
+        host = await stack.enter_async_context(hosted)
+        runners, sampling = {}, prepared.sampling
+        for name, play in plays.items():
+            whose = agents.get(name, environments[name])
+            most = min(filter(None, (speeds.get(name), whose.max_running)), default=None)
+            runners[name] = AgentRunner(
+                host, play, single_turn.scorer, sampling, timeout_s=whose.timeout_s, max_at_once=most
+            )
+        yield Runners(runners, single_turn)
+
+
+def _agents(config: Config) -> dict[str, Agent]:
+    """Agents of tasks that name one."""
+    return {
+        task.name: agent_of(task.agent, f"tasks.{task.name}.agent", task.max_running)
+        for task in config.tasks
+        if task.agent is not None
+    }
+
+
+def _groups_at_once(environment: Environment, agent: Agent | None, speed: int | None, group_size: int) -> int | None:
+    """Groups whose rollouts are taken at once: waiting groups would age and hold others' places.
+
+    `speed` is the task's `max_running`. Answers of one turn start as whole groups, so they are rounded down.
+    """
+    own = (agent or environment).max_running if agent or environment.converses else None
+    most = min((limit for limit in (own, speed) if limit is not None), default=None)
+    if most is None:
+        return None
+    return max(most // group_size, 1) if own is None else -(-most // group_size)
+
+
+def orchestrator(
+    prepared: Prepared, runner: Runner, buffer: Buffer, on_event: OnEvent = lambda name, **details: None
+) -> Orchestrator:
+    """Builds the orchestrator over the configured task services and their weights. Must be called on its event loop.
+
+    `on_event` gets the names and details of its events.
+    """
+    config = prepared.config
+    weights = {task.name: task.weight for task in config.tasks}
+    weights = {name: weights.get(name, 1.0) for name in prepared.environments}
+    ratios, speeds = config.rollout.ratios, {task.name: task.max_running for task in config.tasks}
+    bounds = BOUNDS if ratios == "automatic" else None
+    hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
+    agents, size = _agents(config), config.rollout.group_size
+    served: TaskServer | None = getattr(prepared.service, "task_server", None)
+    drawn = [
+        Source(
+            one,
+            partial(runner.rollouts, n=size),
+            partial(_groups_at_once, one, agents.get(name), speeds.get(name), size),
+            Health() if served is not None and name in served.services else None,
+        )
+        for name, one in prepared.environments.items()
+    ]
+    made = Orchestrator(
+        drawn,
+        weights,
+        buffer,
+        post=lambda group: processed(group, hooks.get(group.task.service, [])),
+        adjuster=Adjuster(weights, bounds) if ratios in ("tokens", "automatic") else None,
+        seed=config.seed if ratios == "chance" else None,
+        on_event=on_event,
+    )
+    if served is not None:
+        attend(served, [one for one in drawn if one.health is not None], made.wake)
+    return made
