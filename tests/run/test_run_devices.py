@@ -1,6 +1,5 @@
 """Every process of a run has a GPU of its own, unless the configuration says that two share one."""
 
-import ast
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from environ import environment_of
-from shoal import run
 from shoal.config import Config, parse
 from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
@@ -146,16 +144,3 @@ def test_the_trainer_of_a_run_is_started_with_the_gpus_of_its_ranks(tmp_path: Pa
     with pytest.raises(ConfigError, match="enough was seen"):
         asyncio.run(train(prepared, scorer=scorer))
     assert sorted(watched.seen) == ["GPU-7", "GPU-8"]
-
-
-def test_whatever_starts_a_trainer_for_prepared_parts_names_their_gpus() -> None:
-    """An own loop's trainer, whose parts no test can replace, too."""
-    calls = [
-        ast.unparse(node)
-        for path in Path(run.__path__[0]).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "local_ranks"
-    ]
-    calls = [call for call in calls if "run_dir" not in call]  # a supervised stage has no prepared parts
-    assert len(calls) == 2
-    assert all(call.endswith(", config.train.ranks, prepared.devices.ranks)") for call in calls), calls
