@@ -27,7 +27,7 @@ rollout.orchestrator:Orchestrator._start_one
       model.chat_template:ChatRenderer.prompt_ids
       rollout.single_turn:SingleTurn.completions
         engine.pool:EnginePool.generate
-          engine.replica:PoolRequest.generation
+          engine.pool:EnginePool._generation
             engine.http_client:HttpEngine.generate
               engine.routes:EngineServer.generate @ GenerateRequest
                 engine.routes:EngineServer._answered
@@ -194,8 +194,8 @@ FLOWS = {
     "A chat request": CHAT,
     "A push of weights": WEIGHTS,
 }
-MOST_FILES = 27
-"""Files that a reader opens on the way of one token. May only shrink; 25 until calls of one replica left the pool."""
+MOST_FILES = 25
+"""Files that a reader opens on the way of one token. May only shrink."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+MODEL_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
+"""Files with the tensors of a model, and of a low-rank adapter in the form of peft."""
+
 
 def checksum(path: Path) -> str:
     """BLAKE2b-128 of a file's bytes, in hex."""

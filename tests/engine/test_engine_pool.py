@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engine_server import TOKEN, changed_weights, serving
 from shoal.engine.http_client import HttpEngine
 from shoal.engine.pool import EnginePool
+from shoal.engine.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -57,7 +58,14 @@ class CountingEngine:
             raise EngineUnavailable("dead")
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        session: str = "",
+        adapter: str | None = None,
     ) -> list[Completion]:
         self.answering()
         generation, row, versions = self.generation, list(prompt_ids), list[int]()
@@ -77,6 +85,17 @@ class CountingEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         self.answering()
         return [-0.5] * (len(token_ids) - 1)
+
+    async def scored(
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+    ) -> ScoreResponse:
+        return ScoreResponse(await self.score(token_ids))
+
+    async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
+        raise RequestRefused("no adapters")
+
+    async def unload_adapter(self, name: str) -> dict[str, int]:
+        raise RequestRefused("no adapters")
 
     async def update_weights(self, version: int, path: Path) -> None:
         if self.pool is not None:

@@ -52,7 +52,14 @@ class ScriptedEngine:
     """Tokens of answers that `max_tokens` cut, by the prompts with which they go on."""
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        session: str = "",
+        adapter: str | None = None,
     ) -> list[Completion]:
         self.received.append((tuple(prompt_ids), sampling))
         rest = self._rest.pop(tuple(prompt_ids), None)

@@ -20,7 +20,6 @@ from shoal.cluster.registry import EngineRole, OtherRun, RunInfo, first_info, ru
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine import protocol
 from shoal.engine.detect_server import connect
-from shoal.engine.http_client import HttpEngine
 from shoal.engine.launch import engine_child
 from shoal.engine.replica import PoolEngine
 from shoal.engine.router import engine_app
@@ -179,28 +178,17 @@ class PullingFront:
     engine: PoolEngine
     puller: VersionPuller
 
-    @property
-    def _own(self) -> HttpEngine:
-        """The engine, if it is Shoal's own: adapters and logprobs of other tokens are asked of no other."""
-        if not isinstance(self.engine, HttpEngine):
-            raise RequestRefused("model, others: expected none, the engine of this host is not Shoal's own")
-        return self.engine
-
     async def generate(self, asked: protocol.GenerateRequest) -> protocol.GenerateResponse:
         """Implements `ServedEngine`."""
-        params = asked.sampling_params
-        sampling = protocol.sampling_of(params)
-        if asked.model is None:
-            answers = await self.engine.generate(asked.token_ids, sampling, n=params.n, priority=asked.priority)
-        else:
-            answers = await self._own.generate(asked.token_ids, sampling, n=params.n, adapter=asked.model)
+        sampling, n = protocol.sampling_of(asked.sampling_params), asked.sampling_params.n
+        answers = await self.engine.generate(
+            asked.token_ids, sampling, n=n, priority=asked.priority, adapter=asked.model
+        )
         return protocol.GenerateResponse([*itertools.starmap(protocol.choice_of, enumerate(answers))], asked.request_id)
 
     async def score(self, asked: protocol.LogprobsRequest) -> protocol.ScoreResponse:
         """Implements `ServedEngine`."""
-        if asked.others or asked.model is not None:
-            return await self._own.scored(asked.token_ids, asked.others, adapter=asked.model)
-        return protocol.ScoreResponse(await self.engine.score(asked.token_ids))
+        return await self.engine.scored(asked.token_ids, asked.others, adapter=asked.model)
 
     async def abort(self) -> int:
         """Implements `ServedEngine`."""
@@ -222,13 +210,13 @@ class PullingFront:
         if asked.lora_path:
             raise RequestRefused("lora_path: expected none, this engine pulls its versions")
         directory = await self.puller.pull(asked.version)
-        loaded = await self._own.load_adapter(asked.lora_name, asked.version, directory)
+        loaded = await self.engine.load_adapter(asked.lora_name, asked.version, directory)
         self.puller.remove_before(asked.version)
         return protocol.LoadedAdapters(loaded)
 
     async def unload_adapter(self, asked: protocol.UnloadAdapterRequest) -> protocol.LoadedAdapters:
         """Implements `ServedEngine`."""
-        return protocol.LoadedAdapters(await self._own.unload_adapter(asked.lora_name))
+        return protocol.LoadedAdapters(await self.engine.unload_adapter(asked.lora_name))
 
     async def health(self) -> None:
         """Implements `ServedEngine`."""

@@ -25,10 +25,11 @@ from uuid import uuid4
 
 from shoal.engine import canary
 from shoal.engine.answers import WrongAnswer
-from shoal.engine.named_versions import ADAPTER_FILE, NamedVersions
-from shoal.engine.protocol import VersionSpan, versions_of
+from shoal.engine.named_versions import NamedVersions
+from shoal.engine.protocol import ScoreResponse, VersionSpan, versions_of
 from shoal.engine.server_adapter import Asked, SampledCompletion, ServerAdapter, ServerCounters, StopMode, numbered
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.files import ADAPTER_FILE
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
@@ -122,7 +123,14 @@ class ForeignEngine:
         return reports_versions
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        session: str = "",
+        adapter: str | None = None,
     ) -> list[Completion]:
         """Samples `n` completions of one prompt; an update ends a completion with `ABORT` and its tokens so far."""
         if sampling.grammar:
@@ -130,19 +138,21 @@ class ForeignEngine:
                 f"response_format, tool_choice: {self.abilities.server} does not report which tokens a grammar forced; "
                 f"leave these fields out, or use Shoal's own engine (no engine.urls)"
             )
+        if adapter is not None:
+            raise self._only_own("model")
         failed_before = await self._admitted()
         version = self._version
         salt = f"v{version}" if self.how is StopMode.KEEP else None
         self._count(n)
         try:
-            with self._named.used() as adapter:
+            with self._named.used() as newest:
                 ranked = priority if self.abilities.priorities else None
-                asked = Asked(f"shoal-{uuid4().hex}", prompt_ids, sampling, n, ranked, salt, adapter)
+                asked = Asked(f"shoal-{uuid4().hex}", prompt_ids, sampling, n, ranked, salt, newest)
                 answers = await self._adapter.sample(asked)
         finally:
             self._count(-n)
         stops = sampling.stop_token_ids
-        completions = [_stopped(self._completion(one, version, adapted=adapter is not None), stops) for one in answers]
+        completions = [_stopped(self._completion(one, version, adapted=newest is not None), stops) for one in answers]
         while self._loading_version is not None and any(self._loading_version in c.versions[-1:] for c in completions):
             await self._load_ended.wait()
         self._assert_whole(failed_before)
@@ -182,12 +192,31 @@ class ForeignEngine:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
+        return (await self.scored(token_ids)).logprobs
+
+    async def scored(
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+    ) -> ScoreResponse:
+        """Logprobs as in `score`. Raises `RequestRefused` for those of other tokens, and for an adapter."""
+        if others or adapter is not None:
+            raise self._only_own("others" if others else "model")
         failed_before = await self._admitted()
-        with self._named.used() as adapter:
-            logprobs = await self._adapter.score(token_ids, adapter)
+        with self._named.used() as newest:
+            logprobs = await self._adapter.score(token_ids, newest)
         await self._load_ended.wait()
         self._assert_whole(failed_before)
-        return list(_rounded(logprobs))
+        return ScoreResponse(list(_rounded(logprobs)))
+
+    async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
+        """Raises `RequestRefused`: named adapters are served by Shoal's own engine."""
+        raise self._only_own("lora_name")
+
+    async def unload_adapter(self, name: str) -> dict[str, int]:
+        """Raises `RequestRefused`, as `load_adapter` does."""
+        raise self._only_own("lora_name")
+
+    def _only_own(self, field: str) -> RequestRefused:
+        return RequestRefused(f"{field}: expected none, {self.abilities.server} is not Shoal's own engine")
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the weights at `path` as `version`. Raises `RequestRefused` when the canary fails."""

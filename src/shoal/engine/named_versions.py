@@ -13,8 +13,6 @@ from uuid import uuid4
 from shoal.engine.server_adapter import ServerAdapter
 from shoal.errors import ConfigError
 
-ADAPTER_FILE = "adapter_model.safetensors"
-"""Name that peft gives an adapter's tensors."""
 PREFIX = "shoal-"
 
 

@@ -4,152 +4,79 @@
     aborted      an aborted answer continues elsewhere: the pool sends prompt and sampled tokens, never to a
                  replica with older weights than its last token; the same holds for later calls of its session
     new weights  are loaded replica by replica, so generation never stops as a whole
-    away         a replica that does not answer gets no requests; when it answers again it first loads the newest
-                 weights, and no request or update of another replica waits for it
     wrong        an answer is checked whole (answers.py); a wrong one is a failure of its replica, which rests
+    named        a request may name another model than the newest Version (named_models.py)
 
-Replicas may join and leave at any time. A request fails only when no replica could take it for `patience_s`.
+A request fails only when no replica could take it for `patience_s`.
 """
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.engine.answers import AnswerRules, WrongAnswer, check_info, check_scores
-from shoal.engine.pool_loading import Loader
+from shoal.engine.answers import AskedTokens, WrongAnswer, check_completions, check_info, check_scores
+from shoal.engine.named_models import NamedModel
+from shoal.engine.pool_members import LONGEST_BACKOFF_S, PoolMembers
 from shoal.engine.pool_routing import chosen, oldest_served, session_key, summed, waves
-from shoal.engine.replica import (
-    FAILURES_IN_A_ROW,
-    PoolEngine,
-    PoolRequest,
-    Replica,
-    ReplicaState,
-    within,
-)
+from shoal.engine.protocol import ScoreResponse
+from shoal.engine.replica import FAILURES_IN_A_ROW, Replica, ReplicaState, within
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
-PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
-CHECK_EVERY_S = 1.0
-CHECK_TIMEOUT_S = 30.0
-ABORT_TIMEOUT_S = 5.0
 BACKOFF_S = 0.05
-LONGEST_BACKOFF_S = 2.0
 FRUITLESS_ABORTS = 8  # in a row, without a token: a client really does not want this answer
 
 T = TypeVar("T")
 
 
-class EnginePool:
+@dataclass(frozen=True, slots=True)
+class PoolRequest:
+    """Request that continues where an engine aborted it."""
+
+    key: bytes
+    prompt_ids: Sequence[int]
+    sampling: Sampling
+    priority: int
+    at_least: int
+    """Version of the newest token of its session."""
+    model: NamedModel | None = None
+    """Model that answers; None for the newest Version."""
+
+
+class EnginePool(PoolMembers):
     """Implements `interfaces.Engine` with the replicas that joined. `watch` must run in the background."""
 
-    def __init__(
-        self,
-        *,
-        patience_s: float = PATIENCE_S,
-        check_every_s: float = CHECK_EVERY_S,
-        check_timeout_s: float = CHECK_TIMEOUT_S,
-        initial: Path | None = None,
-        recovered: int = 0,
-        rules: AnswerRules | None = None,
-        on_event: Callable[[str], None] = lambda what: None,
-    ) -> None:
-        """`patience_s` bounds a request's wait for a replica that can take it; `initial` has the weights of version 0.
-
-        A replica that does not report its state within `check_timeout_s` counts as away. Replicas may serve versions up
-        to `recovered` before `update_weights` gives them any. `on_event` gets a sentence for each wrong answer.
-        """
-        self._rules, self._on_event = rules or AnswerRules(), on_event
-        self._patience_s = patience_s
-        self._check_every_s, self._check_timeout_s = check_every_s, check_timeout_s
-        self._loader = Loader(self._rules, check_every_s, check_timeout_s, recovered)
-        if initial:
-            self._loader.aim(0, initial)
-        self._replicas: dict[str, Replica] = {}
-        self._newest: dict[bytes, int] = {}  # Version of the newest token of each session that not all may continue
-        self._changed = asyncio.Event()
-        self._suspected = asyncio.Event()  # a request failed: the replicas are checked at once
-        self._last_error = "none has joined"
-        self._closed = False
-
     @property
-    def replicas(self) -> tuple[Replica, ...]:
-        """Replicas in order of joining."""
-        return tuple(self._replicas.values())
+    def waiting(self) -> int:
+        """Requests that wait for a replica."""
+        return len(self._waiting)
 
-    async def join(self, name: str, engine: PoolEngine) -> None:
-        """Adds a replica once it serves the newest weights. Raises `EngineError` when it cannot."""
-        assert name not in self._replicas, f"an engine named {name} is there already"
-        replica = Replica(name, engine, 0)
-        try:
-            await self._loader.bring_up(replica)
-            if self._closed:
-                raise EngineUnavailable("the pool has been closed")
-        except BaseException:
-            await engine.aclose()
-            raise
-        self._replicas[name] = replica  # no await since the load: no update missed it
-        self._notify()
-
-    async def leave(self, name: str) -> None:
-        """Removes a replica, if present; its answers are aborted and continue elsewhere."""
-        replica = self._replicas.pop(name, None)
-        if replica is None:
-            return
-        for waiting in (replica.watch, replica.loading):
-            if waiting is not None:
-                waiting.cancel()
-        self._last_error = replica.last_error or f"{name} has left"
-        self._notify()
-        try:
-            with contextlib.suppress(EngineError):
-                await within(replica.engine.abort(), min(ABORT_TIMEOUT_S, self._check_timeout_s))
-                deadline_s = time.monotonic() + self._check_timeout_s
-                while replica.load and time.monotonic() < deadline_s:
-                    await self._change(1.0)
-        finally:  # a run that ends meanwhile has removed the replica
-            replica.return_calls()
-            await replica.engine.aclose()
-
-    async def watch(self) -> None:
-        """Checks the replicas until cancelled: a silent one is away, and one that answers again is brought up to date.
-
-        Each check is a separate task, so a replica that hangs delays no other.
-        """
-        async with asyncio.TaskGroup() as tasks:
-            while True:
-                for replica in self._replicas.values():
-                    if replica.watch is None or replica.watch.done():
-                        replica.watch = tasks.create_task(self._check(replica), name=f"checking {replica.name}")
-                self._suspected.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._check_every_s):
-                        await self._suspected.wait()
-
-    async def aclose(self) -> None:
-        """Closes all connections, also of engines that are joining."""
-        self._closed = True
-        for replica in self._replicas.values():
-            await replica.engine.aclose()
-        self._replicas.clear()
+    def serves(self, model: NamedModel) -> bool:
+        """Whether a replica has the weights of a named model, which may have an adapter on them."""
+        return any(replica.whole == model.whole for replica in self._replicas.values())
 
     async def generate(
-        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, session: str = ""
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        session: str = "",
+        model: NamedModel | None = None,
     ) -> list[Completion]:
         """Samples `n` completions of one prompt; calls of one `session` (or else prompt) prefer one replica.
 
         No token of a session is sampled under an older Version than its calls that ended before this call began.
         """
         key = session_key(session, prompt_ids)
-        request = PoolRequest(key, prompt_ids, sampling, priority, self._newest.get(key, 0))
-        whole = await self._all_whole(
-            request, await self._ask_any(key, n, request.at_least, request.generation(sampling, n, self._rules))
-        )
+        request = PoolRequest(key, prompt_ids, sampling, priority, self._newest.get(key, 0), model)
+        begun = await self._ask_any(key, n, request.at_least, self._generation(request, sampling, n), model)
+        whole = await self._all_whole(request, begun)
         if session:
             newest = max((completion.versions[-1] for completion in whole if completion.versions), default=0)
             if newest > self._oldest_served:
@@ -170,13 +97,20 @@ class EnginePool:
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
+        return (await self.scored(token_ids)).logprobs
 
-        async def ask(replica: Replica) -> list[float]:
-            logprobs = await replica.engine.score(token_ids)
-            check_scores(logprobs, len(token_ids))
-            return logprobs
+    async def scored(
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, model: NamedModel | None = None
+    ) -> ScoreResponse:
+        """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
 
-        return await self._ask_any(session_key("", token_ids), 1, 0, ask)
+        async def ask(replica: Replica) -> ScoreResponse:
+            async with replica.serving(model) as (adapter, _):
+                answer = await replica.engine.scored(token_ids, others, adapter=adapter)
+            check_scores(answer.logprobs, len(token_ids))
+            return answer
+
+        return await self._ask_any(session_key("", token_ids), 1, 0, ask, model)
 
     async def update_weights(self, version: int, path: Path) -> None:
         """Loads the weights into one replica after another; returns when all that answer serve them, and one does.
@@ -231,6 +165,27 @@ class EnginePool:
             return None
         return info
 
+    def _generation(
+        self, request: PoolRequest, sampling: Sampling, n: int, sampled_ids: tuple[int, ...] = ()
+    ) -> Callable[[Replica], Awaitable[list[Completion]]]:
+        """Call of one replica, which continues the tokens sampled so far; its answer is checked."""
+        context = [*request.prompt_ids, *sampled_ids]
+
+        async def ask(replica: Replica) -> list[Completion]:
+            async with replica.serving(request.model) as (adapter, oldest):
+                asked = AskedTokens(len(context), sampling, n, oldest, replica.max_model_len, replica.foreign)
+                answer = await replica.engine.generate(
+                    context, sampling, n=n, priority=request.priority, adapter=adapter
+                )
+            check_completions(answer, asked, self._rules)
+            if request.model is None:
+                return answer
+            return [
+                replace(one, versions=(0,) * len(one.versions)) for one in answer
+            ]  # each engine has its own numbers
+
+        return ask
+
     async def _whole(self, request: PoolRequest, index: int, sampled: Completion) -> Completion:
         """Continues the completion `sampled` for as long as it is aborted."""
         fruitless = 0
@@ -238,34 +193,52 @@ class EnginePool:
             rest = request.sampling.rest(len(sampled.token_ids), index)
             if rest is None:
                 return replace(sampled, finish_reason=FinishReason.LENGTH)
-            at_least = sampled.versions[-1] if sampled.versions else request.at_least
-            asked = request.generation(rest, 1, self._rules, sampled.token_ids)
-            (more,) = await self._ask_any(request.key, 1, at_least, asked)
+            at_least = sampled.versions[-1] if sampled.versions and request.model is None else request.at_least
+            ask = self._generation(request, rest, 1, sampled.token_ids)
+            (more,) = await self._ask_any(request.key, 1, at_least, ask, request.model)
             if not more.token_ids:
                 await asyncio.sleep(_backoff_s(fruitless))
             fruitless = 0 if more.token_ids else fruitless + 1
             sampled = sampled.then(more)
         return sampled
 
-    async def _ask_any(self, key: bytes, count: int, at_least: int, ask: Callable[[Replica], Awaitable[T]]) -> T:
+    async def _ask_any(
+        self,
+        key: bytes,
+        count: int,
+        at_least: int,
+        ask: Callable[[Replica], Awaitable[T]],
+        model: NamedModel | None = None,
+    ) -> T:
         """Answer of the first replica that gives one.
 
         A refused request is asked of one other replica. Raises `RequestRefused`, or `EngineUnavailable` at the
         deadline.
         """
-        deadline_s = time.monotonic() + self._patience_s
+        asked_s = time.monotonic()
+        deadline_s = asked_s + self._patience_s
         failed: set[str] = set()
         rounds, refusal = 0, None
         while True:
-            replica = chosen(key, self.replicas, count=count, at_least=at_least, avoid=failed)
+            replica = chosen(key, self._serving(model), count=count, at_least=at_least, avoid=failed)
             if replica is None and refusal is not None:
                 raise refusal
+            if model is not None and replica is None and (idle := self._idle(model)) is not None:
+                await self._take_over(idle, model)
+                continue
+            if model is not None and replica is not None and self._is_turn_over(model, asked_s):
+                replica = None
             if replica is None and failed:  # every possible replica has failed once: try them again after a pause
                 failed.clear()
                 await asyncio.sleep(min(self._left_s(deadline_s), _backoff_s(rounds)))
                 rounds += 1
             elif replica is None:
-                await self._wait(deadline_s)
+                waiting = asked_s, "" if model is None else model.whole
+                self._waiting.append(waiting)
+                try:
+                    await self._wait(deadline_s)
+                finally:
+                    self._waiting.remove(waiting)
             else:
                 failed.add(replica.name)
                 try:
@@ -275,6 +248,31 @@ class EnginePool:
                         raise
                     refusal = error if isinstance(error, RequestRefused) else refusal
                     self._failed(replica, error)
+
+    def _serving(self, model: NamedModel | None) -> Collection[Replica]:
+        """Replicas with the weights that a request needs."""
+        every = self._replicas.values()
+        return every if model is None else [replica for replica in every if replica.whole == model.whole]
+
+    def _idle(self, model: NamedModel) -> Replica | None:
+        """Replica with other weights than a request needs, and without requests; the one that was asked longest ago."""
+        others = (one for one in self._replicas.values() if one.whole != model.whole and not one.load)
+        ready = (one for one in others if one.state is ReplicaState.READY)
+        return min(ready, key=lambda replica: replica.used_s, default=None)
+
+    def _is_turn_over(self, model: NamedModel, asked_s: float) -> bool:
+        """Whether a request must wait because an older one for other weights has waited for a turn."""
+        oldest_s = min((since_s for since_s, whole in self._waiting if whole != model.whole), default=asked_s)
+        return oldest_s < asked_s and time.monotonic() - oldest_s > self._turn_s
+
+    async def _take_over(self, replica: Replica, model: NamedModel) -> None:
+        """Loads a whole model into an idle replica. Raises `RequestRefused`."""
+        try:
+            await self._loader.take_over(replica, model)
+        except EngineUnavailable as error:
+            self._lose(replica, error)
+        finally:
+            self._notify()
 
     def _failed(self, replica: Replica, error: EngineError) -> None:
         """Notes a failed request. A replica that fails many in a row rests, if there is another one."""
@@ -292,6 +290,7 @@ class EnginePool:
     async def _ask_replica(self, replica: Replica, count: int, ask: Callable[[Replica], Awaitable[T]]) -> T:
         """Answer of one replica. Raises `EngineUnavailable` also when the replica is lost meanwhile."""
         replica.load += count
+        replica.used_s = time.monotonic()
         call = asyncio.timeout(None)
         try:
             async with call:
@@ -304,23 +303,8 @@ class EnginePool:
         finally:
             replica.calls.discard(call)
             replica.load -= count
-            if replica.name not in self._replicas:
+            if replica.name not in self._replicas or (self._waiting and not replica.load):
                 self._notify()
-
-    async def _check(self, replica: Replica) -> None:
-        """Checks whether a replica answers, and brings it up when it answers again."""
-        if replica.loading is not None or replica.state is ReplicaState.UPDATING or replica.resting:
-            return
-        try:
-            await within(replica.engine.alive(), self._check_timeout_s)
-            if replica.state is not ReplicaState.AWAY or replica.loading is not None:
-                return
-            await self._loader.bring_up(replica)
-        except EngineError as error:
-            self._lose(replica, error)
-        else:
-            replica.state = ReplicaState.READY
-            self._notify()
 
     async def _load(self, replica: Replica, refusals: list[RequestRefused]) -> None:
         """Loads the target into one replica, which stays `UPDATING` when it refuses."""
@@ -339,37 +323,6 @@ class EnginePool:
             self._notify()
         finally:
             replica.loading = None
-
-    def _lose(self, replica: Replica, error: EngineError) -> None:
-        """Marks a replica as away and returns its requests to the pool: it may hang and never answer them."""
-        replica.state, replica.last_error = ReplicaState.AWAY, str(error)
-        self._last_error = str(error)
-        if isinstance(error, WrongAnswer) and not replica.resting:  # answers that are wrong together count once
-            replica.answered_wrongly()
-            self._last_error = f"{replica.name} gave a wrong answer: {error}"
-            self._on_event(f"{self._last_error}; {'it is left out' if replica.left_out else 'it rests'}")
-        replica.return_calls()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def _change(self, timeout_s: float) -> None:
-        """Returns when a replica joined, left or recovered, or after `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-
-    async def _wait(self, deadline_s: float) -> None:
-        """Waits for a change. Raises `EngineUnavailable` when none comes before the deadline."""
-        await self._change(min(self._left_s(deadline_s), LONGEST_BACKOFF_S))
-
-    def _left_s(self, deadline_s: float) -> float:
-        """Seconds before the deadline. Raises `EngineUnavailable` when none are left."""
-        left_s = deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise EngineUnavailable(f"no engine for {self._patience_s:g} s; the last error: {self._last_error}")
-        return left_s
 
 
 def _backoff_s(rounds: int) -> float:

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from shoal.engine.answers import AnswerRules, WrongAnswer, check_info, check_scores
 from shoal.engine.canary import canary_of
-from shoal.engine.replica import PoolEngine, Replica, within
+from shoal.engine.named_models import NamedModel, NumberedWeights, ReplicaAdapters
+from shoal.engine.replica import PoolEngine, Replica, ReplicaState, within
 from shoal.errors import EngineUnavailable, RequestRefused
 
 UPDATE_TIMEOUT_S = 900.0
@@ -29,6 +30,8 @@ class Loader:
     check_timeout_s: float
     recovered: int = 0
     """Version that engines may serve before the first target."""
+    numbers: NumberedWeights | None = None
+    """Numbers of named models, if the pool serves any."""
     target: Target | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held to change which weights the replicas that take requests serve."""
@@ -48,6 +51,10 @@ class Loader:
         info = await within(replica.engine.info(), self.check_timeout_s)  # the engine may have restarted
         check_info(info)
         version, replica.max_model_len, replica.foreign = info.version, info.max_model_len, info.foreign
+        if self.numbers is not None:
+            replica.adapters = ReplicaAdapters(replica.engine, self.numbers)
+            replica.version, replica.whole = version, None if version else ""
+            return
         newest = self.rules.newest if self.target else version
         if version > newest:
             raise EngineUnavailable(
@@ -72,6 +79,20 @@ class Loader:
         await _load(engine, target, self.check_every_s, self.check_timeout_s)
         await _check_canary(engine, target, self.check_timeout_s)
         return target.version
+
+    async def take_over(self, replica: Replica, model: NamedModel) -> None:
+        """Loads a whole model into a replica without requests. Raises `EngineError`; its weights are then unknown."""
+        assert self.numbers is not None
+        assert self.target is not None
+        path = model.folder if model.whole and model.folder else self.target.path
+        replica.state, replica.whole = ReplicaState.UPDATING, None
+        try:
+            with self.numbers.number(path) as number:
+                replica.version = await self.loaded(replica.engine, Target(number, path))
+            replica.whole = model.whole
+        finally:
+            if replica.state is ReplicaState.UPDATING:
+                replica.state = ReplicaState.READY
 
     def _newer(self, version: int) -> Target | None:
         """Newer weights that an engine at `version` must load, if any."""

@@ -5,12 +5,14 @@ A replica that gives a wrong answer, or fails many requests in a row while other
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from shoal.engine.answers import AnswerRules, AskedTokens, check_completions
+from shoal.engine.named_models import AdapterEngine, NamedModel, ReplicaAdapters
+from shoal.engine.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
 from shoal.types import Completion, Sampling
@@ -35,8 +37,25 @@ class ReplicaState(StrEnum):
     """The replica did not answer, or serves the wrong weights."""
 
 
-class PoolEngine(Engine, Protocol):
+class PoolEngine(Engine, AdapterEngine, Protocol):
     """Protocol that an engine must satisfy to join a pool."""
+
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        n: int = 1,
+        priority: int = 0,
+        session: str = "",
+        adapter: str | None = None,
+    ) -> list[Completion]:
+        """Samples `n` completions of one prompt, with a loaded adapter if it is named."""
+
+    async def scored(
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+    ) -> ScoreResponse:
+        """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
@@ -78,6 +97,22 @@ class Replica:
     rests: int = 0
     """Rests since the last answer."""
     rests_until_s: float = 0.0
+    whole: str | None = ""
+    """Name of the whole model that it serves; empty for the pool's own weights, None for unknown ones."""
+    adapters: ReplicaAdapters | None = None
+    """Adapters by name, in a pool with named models."""
+    used_s: float = 0.0
+    """Time of the latest request."""
+
+    @asynccontextmanager
+    async def serving(self, model: NamedModel | None) -> AsyncIterator[tuple[str | None, int]]:
+        """Loads the adapter of a model, if it has one; its name, and the oldest Version that may sample a token."""
+        if model is None or not model.adapter:
+            yield None, self.version
+            return
+        assert self.adapters is not None, "the pool serves no named models"
+        async with self.adapters.used(model) as loaded:
+            yield loaded.name, loaded.version
 
     @property
     def resting(self) -> bool:
@@ -121,29 +156,3 @@ async def within(answer: Awaitable[T], timeout_s: float) -> T:
             return await answer
     except TimeoutError:
         raise EngineUnavailable(f"no answer in {timeout_s:g} s") from None
-
-
-@dataclass(frozen=True, slots=True)
-class PoolRequest:
-    """Request that continues where an engine aborted it."""
-
-    key: bytes
-    prompt_ids: Sequence[int]
-    sampling: Sampling
-    priority: int
-    at_least: int
-    """Version of the newest token of its session."""
-
-    def generation(
-        self, sampling: Sampling, n: int, rules: AnswerRules, sampled_ids: tuple[int, ...] = ()
-    ) -> Callable[[Replica], Awaitable[list[Completion]]]:
-        """Call of one replica, which continues the tokens sampled so far; its answer is checked."""
-        context = [*self.prompt_ids, *sampled_ids]
-
-        async def ask(replica: Replica) -> list[Completion]:
-            asked = AskedTokens(len(context), sampling, n, replica.version, replica.max_model_len, replica.foreign)
-            answer = await replica.engine.generate(context, sampling, n=n, priority=self.priority)
-            check_completions(answer, asked, rules)
-            return answer
-
-        return ask

@@ -11,10 +11,11 @@ from shoal.cluster.rank_group import RankGroup
 from shoal.cluster.registry import EngineRole, RunInfo
 from shoal.config import Config, parse
 from shoal.engine.http_client import PullingEngine
+from shoal.engine.named_models import NumberedWeights
+from shoal.engine.pool import EnginePool
 from shoal.errors import ConfigError
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.run.roles import kept_identity, launched, registry, run_server, run_token
-from shoal.tinker.samplers import NumberedWeights, Samplers
 from shoal.trainer.worker import TrainerProcess
 from shoal.types import Sampling
 from shoal.weights.serving import VersionServer
@@ -69,12 +70,12 @@ async def joinable(
     identity = kept_identity(config, token)
     sections = config.model.model_dump_json(), config.engine.model_dump_json()
     info = RunInfo(identity.public_key, *sections, Sampling(1), None, adapters=True)
-    numbered = NumberedWeights()
+    numbers = NumberedWeights()
     async with run_server(config, token) as server:
-        with registry(server, info, VersionServer(numbered, model_dir, identity), on_event):
+        with registry(server, info, VersionServer(numbers, model_dir, identity), on_event):
             trainers = partial(_joined_trainer, server) if config.cluster.trainer else None
-            async with TinkerService(settings, on_step, numbered, trainers) as service:
-                server.open(EngineRole, partial(_joined_engine, service.samplers, name))
+            async with TinkerService(settings, on_step, numbers, trainers) as service:
+                server.open(EngineRole, partial(_joined_engine, service.pool(name)))
                 try:
                     with launched(config, lambda words: on_event("Ray", words)):
                         yield service, server.url
@@ -83,13 +84,13 @@ async def joinable(
 
 
 @asynccontextmanager
-async def _joined_engine(samplers: Samplers, base: str, role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
+async def _joined_engine(pool: EnginePool, role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
     """Entered once clients sample from an engine, left once others answer its requests."""
-    await samplers.join(worker.name, base, PullingEngine(role.url, token=role.token))
+    await pool.join(worker.name, PullingEngine(role.url, token=role.token))
     try:
         yield
     finally:
-        await samplers.leave(worker.name)
+        await pool.leave(worker.name)
 
 
 @asynccontextmanager

@@ -8,11 +8,12 @@ from itertools import pairwise
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
+from shoal.engine.named_models import NamedModel
+from shoal.engine.pool import EnginePool
 from shoal.engine.protocol import ScoreResponse
 from shoal.errors import RequestRefused
 from shoal.model.chat_template import ChatRenderer
 from shoal.tinker.requests import MOST_RANKED_CELLS, ListedTokens, SampleBody, SamplingBody
-from shoal.tinker.samplers import ServedWeights
 from shoal.types import Completion, FinishReason, Sampling
 
 DEFAULT_MAX_TOKENS = 512
@@ -33,20 +34,16 @@ def checked(request: SampleBody) -> list[int]:
         _listed(request.target_prompt_logprobs, len(prompt) - 1)
     if isinstance(stop := request.sampling_params.stop, list) and len({type(one) for one in stop}) > 1:
         raise RequestRefused("sampling_params.stop: expected texts or token ids, got both")
-    _sampling(request.sampling_params, (), DEFAULT_MAX_TOKENS)
+    _sampling(request.sampling_params, ())
     return prompt
 
 
-async def sample(engine: ServedWeights, renderer: ChatRenderer, request: SampleBody) -> bytes:
+async def sample(pool: EnginePool, model: NamedModel, renderer: ChatRenderer, request: SampleBody) -> bytes:
     """Samples the request's completions; a SampleResponse. Raises `RequestRefused`, naming the field."""
     prompt = checked(request)
-    longest = engine.longest
-    room = longest - len(prompt)
-    if room < 1:
-        raise RequestRefused(f"prompt: expected 1 to {longest - 1} tokens, got {len(prompt)}")
     strings, token_ids = stops(request.sampling_params.stop, renderer)
-    sampling = _sampling(request.sampling_params, token_ids, room)
-    completions = await engine.generate(prompt, sampling, n=request.num_samples)
+    sampling = _sampling(request.sampling_params, token_ids)
+    completions = await pool.generate(prompt, sampling, n=request.num_samples, model=model)
     message = pb.SampleResponse()
     for completion in completions:
         kept = await asyncio.to_thread(cut, completion, strings, renderer) if strings else completion
@@ -56,19 +53,19 @@ async def sample(engine: ServedWeights, renderer: ChatRenderer, request: SampleB
             logprobs=np.asarray(kept.logprobs, np.float32).tobytes(),
         )
         if (most := request.topk_sample_logprobs) and kept.token_ids:
-            ranked = (await engine.scored([*prompt, *kept.token_ids], most)).others[-len(kept.token_ids) :]
-            sequence.topk_sampled_logprobs.CopyFrom(_table(ranked, most))
-    await _score_prompt(engine, request, prompt, message)
+            ranked = (await pool.scored([*prompt, *kept.token_ids], most, model=model)).others
+            sequence.topk_sampled_logprobs.CopyFrom(_table(ranked[-len(kept.token_ids) :], most))
+    await _score_prompt(pool, model, request, prompt, message)
     return bytes(message.SerializeToString())
 
 
 async def _score_prompt(
-    engine: ServedWeights, request: SampleBody, prompt: Sequence[int], message: pb.SampleResponse
+    pool: EnginePool, model: NamedModel, request: SampleBody, prompt: Sequence[int], message: pb.SampleResponse
 ) -> None:
     """Adds the requested logprobs of the prompt's tokens."""
     most, target = request.topk_prompt_logprobs, request.target_prompt_logprobs
     if len(prompt) > 1 and (request.prompt_logprobs or most):
-        scored = await engine.scored(prompt, most)
+        scored = await pool.scored(prompt, most, model=model)
     else:
         scored = ScoreResponse([])
     unwanted = max(len(prompt) - (request.prompt_logprobs_last_n or len(prompt)), 1)
@@ -79,7 +76,9 @@ async def _score_prompt(
         rows = [*[()] * unwanted, *scored.others[unwanted - 1 :]]
         message.topk_prompt_logprobs.CopyFrom(await asyncio.to_thread(_table, rows, most))
     if target is not None:
-        message.target_prompt_logprobs.CopyFrom(await _targets(engine, prompt, target))
+        asked = [[token for token in row if token >= 0] for row in _listed(target, len(prompt) - 1)]
+        found = (await pool.scored(prompt, asked, model=model)).others
+        message.target_prompt_logprobs.CopyFrom(_targets(target, len(prompt) - 1, found))
 
 
 def _table(rows: Sequence[Sequence[tuple[int, float]]], most: int) -> pb.TopkLogprobs:
@@ -107,13 +106,11 @@ def _listed(target: ListedTokens, places: int) -> list[list[int]]:
     return [data[start:end] for start, end in pairwise(ends)]
 
 
-async def _targets(engine: ServedWeights, prompt: Sequence[int], target: ListedTokens) -> pb.Tensor:
+def _targets(target: ListedTokens, places: int, found: Sequence[Sequence[tuple[int, float]]]) -> pb.Tensor:
     """Logprobs of the listed tokens, in the layout of the list; a cell of -1 gets 0."""
-    rows, shape = _listed(target, len(prompt) - 1), target.shape
-    asked = [[token for token in row if token >= 0] for row in rows]
-    found = [iter(pairs) for pairs in (await engine.scored(prompt, asked)).others]
-    cells = [next(pairs)[1] if token >= 0 else 0.0 for row, pairs in zip(rows, found, strict=True) for token in row]
-    answer, values = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape), np.asarray(cells, np.float32).tobytes()
+    rows = zip(_listed(target, places), map(iter, found), strict=True)
+    cells = [next(pairs)[1] if token >= 0 else 0.0 for row, pairs in rows for token in row]
+    answer, values = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=target.shape), np.asarray(cells, np.float32).tobytes()
     if target.sparse_crow_indices is None:
         answer.dense = values
     else:
@@ -156,10 +153,10 @@ def cut(completion: Completion, strings: Sequence[str], renderer: ChatRenderer) 
     )
 
 
-def _sampling(given: SamplingBody, stop_token_ids: tuple[int, ...], room: int) -> Sampling:
+def _sampling(given: SamplingBody, stop_token_ids: tuple[int, ...]) -> Sampling:
     try:
         return Sampling(
-            max_tokens=min(given.max_tokens or DEFAULT_MAX_TOKENS, room),
+            max_tokens=given.max_tokens or DEFAULT_MAX_TOKENS,
             temperature=given.temperature,
             top_p=given.top_p,
             top_k=max(given.top_k, 0),

@@ -14,19 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.engine.named_models import NumberedWeights
+from shoal.engine.pool import EnginePool
+from shoal.errors import RequestRefused
 from shoal.model.renderer_loading import load_renderer
+from shoal.tinker.engines import BaseEngines
 from shoal.tinker.futures import Futures, stored
 from shoal.tinker.models_trainer import ServerSettings, Trainers
 from shoal.tinker.requests import MOST_SAMPLES, SampleBody
-from shoal.tinker.samplers import NumberedWeights, Samplers
 from shoal.tinker.sampling import sample
 from shoal.tinker.store import KEPT_S, SavedWeights, Store, StoredRequest
 from shoal.tinker.training import OnStep, Training
 
 EXPIRY_CHECK_S = 60.0
-MOST_TRIES = 4
-"""Engines tried for one sampling request."""
 
 
 class TinkerService:
@@ -36,34 +36,34 @@ class TinkerService:
         self,
         settings: ServerSettings,
         on_step: OnStep | None = None,
-        numbered: NumberedWeights | None = None,
+        numbers: NumberedWeights | None = None,
         trainers: Trainers | None = None,
     ) -> None:
         """`on_step` gets each optimizer step of each model with its numbers: loss, tokens, grad_norm and lr.
 
-        Joined engines pull weights by the numbers of `numbered`. Without `trainers` a process of this host trains.
+        Engines of other hosts pull weights by `numbers`. Without `trainers` a process of this host trains.
         """
         self.settings = settings
         self.store = Store(settings.folder / "server.sqlite")
         self.futures = Futures(self.store)
         self.renderers = {name: load_renderer(path) for name, path in settings.bases.items()}
-        self.samplers = Samplers(
-            settings.bases,
-            settings.folder,
-            numbered or NumberedWeights(),
-            most=settings.engines,
-            threads=settings.threads,
-            dtype=settings.dtype,
-        )
         self._training = Training(self.store, settings, self.futures, trainers, on_step)
         self._drawing: dict[str, _Drawing] = defaultdict(_Drawing)  # by client
+        self._tasks, numbers = asyncio.TaskGroup(), numbers or NumberedWeights()
+        self._engines = {
+            name: BaseEngines(base, settings, numbers, self._tasks) for name, base in settings.bases.items()
+        }
+
+    def pool(self, base: str) -> EnginePool:
+        """Engines of a base model."""
+        return self._engines[base].pool
 
     async def __aenter__(self) -> Self:
-        self._tasks = asyncio.TaskGroup()
         await self._tasks.__aenter__()
         for request in self.store.pending():
             self._enqueue(request)
-        self._background = [self._tasks.create_task(self._training.run()), self._tasks.create_task(self._expire())]
+        for work in (self._training.run(), self._expire(), *(one.pool.watch() for one in self._engines.values())):
+            self._tasks.create_task(work)
         return self
 
     async def __aexit__(
@@ -73,7 +73,8 @@ class TinkerService:
         try:
             await self._tasks.__aexit__(None, None, None)
         finally:
-            await self.samplers.aclose()
+            for engines in self._engines.values():
+                await engines.pool.aclose()
             self.store.close()
 
     def submit(self, id_: str, target: str, kind: str, body: bytes) -> str:
@@ -105,14 +106,8 @@ class TinkerService:
         if weights is not None and not await asyncio.to_thread(weights.exists):
             raise RequestRefused(f"sampler {sampler.id}: its weights were removed; save them again, or under a name")
         async with self._drawing[self.store.owner(sampler.session) or ""].room(wanted.num_samples):
-            for attempt in range(1, MOST_TRIES + 1):
-                try:
-                    async with self.samplers.engine(sampler.base, weights) as engine:
-                        return await sample(engine, self.renderers[sampler.base], wanted)
-                except EngineUnavailable:
-                    if attempt == MOST_TRIES:
-                        raise
-        raise AssertionError
+            model = await self._engines[sampler.base].model(weights)
+            return await sample(self.pool(sampler.base), model, self.renderers[sampler.base], wanted)
 
     async def _expire(self) -> None:
         """Removes expired checkpoints."""
