@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from shoal.types import Completion, FinishReason, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
 
@@ -204,12 +204,15 @@ class Scorer(Protocol):
         """One reward per answer, in order."""
 
 
-RewardFunction: TypeAlias = Callable[..., Sequence[float | None]]
-"""A user's rewards with TRL's signature, `reward(prompts, completions, **columns)`: one for each completion, or None.
+class RewardFunction(Protocol):
+    """A user's reward with TRL's signature, `reward(prompts, completions, **columns)`.
 
-Prompts and completions are conversations, lists of `{"role": ..., "content": ...}`; columns are lists of the rows'
-other values.
-"""
+    Prompts and completions are conversations, lists of `{"role": ..., "content": ...}`; columns are lists of the rows'
+    other values.
+    """
+
+    def __call__(self, *args: Any, **columns: Any) -> Sequence[float | None]:
+        """One number for each completion; None is no reward."""
 
 
 class Renderer(Protocol):
