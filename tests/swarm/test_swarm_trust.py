@@ -1,15 +1,18 @@
 """Admission: what is let in, what is refused and why, and what is held against whom."""
 
+import contextlib
 import random
 import tracemalloc
 from pathlib import Path
 
 import msgspec
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal import wire
+from shoal.errors import WireError
 from shoal.net.identity import Identity
 from shoal.swarm.peer import BANNED_FILE, SESSION_FILE, ban_in, next_session, read_lines
 from shoal.swarm.trust.ingress import (
@@ -23,7 +26,7 @@ from shoal.swarm.trust.ingress import (
 )
 from shoal.swarm.trust.rates import MOST_RATED, Bucket, Buckets
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Kind, Signer
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, Signer, signed
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout, Want
 
 ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
@@ -92,6 +95,42 @@ def test_what_is_refused_is_counted_by_its_reason(frame: bytes, reason: Reason) 
     assert at.admit(frame, NOW_S) is reason
     assert at.refused == {reason: 1}
     assert at.admitted == 0
+
+
+def repeating(fields: list[tuple[str, object]]) -> bytes:
+    """The payload of an offer with more fields before its own, whose names may be the same."""
+    own = list(msgspec.to_builtins(OFFER).items())
+    packed = [msgspec.msgpack.encode(part) for field in (*fields, *own) for part in field]
+    return b"\x01\xde" + (len(fields) + len(own)).to_bytes(2, "big") + b"".join(packed)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("name", ["rollouts", "claim", "model"])
+def test_a_field_that_is_repeated_is_refused_before_it_costs_more_than_its_bytes(name: str, alike: bool) -> None:
+    dice = random.Random(3)
+
+    def value() -> object:
+        text = "" if alike else dice.randbytes(20).hex()
+        if name == "rollouts":
+            return [{"text": text}] * 64
+        return {"service": "gcd", "question": text, "truth": "2"} if name == "claim" else text
+
+    for times in (40, 400):
+        frame = None
+        with contextlib.suppress(WireError):  # so small a frame of so large a payload is not even signed
+            frame = seal().frame(Kind.OFFER, repeating([(name, value()) for _ in range(times)]), NOW_S)
+        assert frame is None or ingress().admit(frame, NOW_S) is Reason.BAD_BODY
+    alone = seal().frame(Kind.OFFER, repeating([("later", "field")]), NOW_S)
+    assert isinstance(ingress().admit(alone, NOW_S), VerifiedMessage), "a later version may have more fields"
+
+
+def test_a_small_frame_takes_no_long_decoding() -> None:
+    payload = altered(rollouts=[{"text": ""}] * 64, later="x" * 400_000)
+    with pytest.raises(WireError, match="32 bytes of payload"):
+        seal().frame(Kind.OFFER, payload, NOW_S)
+    body = zstandard.ZstdCompressor(write_content_size=True).compress(payload)
+    envelope = Envelope(1, "reef", PEER.public_key, 1, 0, NOW_S, Kind.OFFER, body)
+    assert ingress().admit(signed(PEER, wire.encode(envelope)), NOW_S) is Reason.BAD_BODY
 
 
 def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
@@ -193,9 +232,14 @@ def test_who_sends_what_is_dear_to_decode_is_heard_as_seldom_as_it_is_dear(autho
     assert at.refused[Reason.FLOODING] == 100 - heard
 
 
+NOISE = random.Random(4).randbytes(17_000)
+"""Makes a body so large that its payload may have any size."""
+
+
 def longest(field: str, count: int, one: object) -> bytes:
     return wire.encode(
         {
+            "noise": NOISE,
             "claim": msgspec.to_builtins(OFFER.claim),
             "generator": "rule",
             "model": "",
@@ -212,11 +256,11 @@ def longest(field: str, count: int, one: object) -> bytes:
         (Kind.OFFER, longest("rollouts", 70_000, {"text": ""})),
         (Kind.OFFER, longest("rollouts", 65, {"text": "x" * 7000})),
         (Kind.OFFER, longest("nothing", 249_000, {})),
-        (Kind.WANT, wire.encode({"needs": [["", 0]] * 170_000})),
+        (Kind.WANT, wire.encode({"noise": NOISE, "needs": [["", 0]] * 160_000})),
     ],
 )
 def test_a_frame_of_few_bytes_builds_no_more_objects_than_an_offer_may_have(kind: Kind, payload: bytes) -> None:
-    frame = seal().frame(kind, payload, NOW_S) if len(payload) <= MAX_PAYLOAD_BYTES else b""
+    frame = seal().frame(kind, payload, NOW_S)
     tracemalloc.start()
     found = ingress().admit(frame, NOW_S)
     _, most_bytes = tracemalloc.get_traced_memory()

@@ -204,7 +204,10 @@ class IngressFilter:
             return found
         began_s = self._timer()
         try:
-            content = wire.decode(payload_of(found), PAYLOADS[found.kind], MAX_PAYLOAD_BYTES)
+            payload = payload_of(found)
+            content = wire.decode(payload, PAYLOADS[found.kind], MAX_PAYLOAD_BYTES)
+            if 2 * len(wire.encode(content)) < len(payload):  # each repeat of a key is decoded, and only the last kept
+                raise WireError("payload: expected no repeated keys")
         except WireError:
             self.refuse(found.peer_id, Reason.BAD_BODY)
             return Reason.BAD_BODY

@@ -27,6 +27,9 @@ MAX_FRAME_BYTES = 256 * 1024
 """Bytes of a frame as it travels; servers allow 512 KiB."""
 MAX_PAYLOAD_BYTES = 512 * 1024
 """Bytes of a decompressed body: sixty-four answers of 8 KB, or eight of 64 KB."""
+MOST_RATIO = 32
+"""Most bytes of a payload above `FREE_BYTES` per byte of its body; sampled answers have less than 10."""
+FREE_BYTES = 64 * 1024
 LEVEL = 3  # of compression: higher ones gain little on texts of a few KB
 _SIGNED = b"shoal envelope\x00"  # what else the key may sign one day begins in another way
 _DECOMPRESSOR = zstandard.ZstdDecompressor(max_window_size=MAX_PAYLOAD_BYTES)
@@ -76,6 +79,7 @@ class Signer:
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise WireError(f"payload: expected at most {MAX_PAYLOAD_BYTES} bytes, got {len(payload)}")
         body = _COMPRESSOR.compress(payload)
+        _check_ratio(len(payload), body)
         author = self.identity.public_key
         envelope = Envelope(1, self.swarm, author, self.session, self._sequence, now_s, kind, body)
         frame = signed(self.identity, wire.encode(envelope))
@@ -107,7 +111,14 @@ def payload_of(envelope: Envelope) -> bytes:
         if not 0 <= size <= MAX_PAYLOAD_BYTES:
             stated = "no size" if size < 0 else f"{size} bytes"
             raise WireError(f"body: expected a stated size of at most {MAX_PAYLOAD_BYTES} bytes, got {stated}")
+        _check_ratio(size, envelope.body)
         # With the size stated, decompression stops with an error at the first byte too many.
         return _DECOMPRESSOR.decompress(envelope.body, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise WireError(f"body: expected one zstd frame: {error}") from error
+
+
+def _check_ratio(size: int, body: bytes) -> None:
+    """Raises `WireError` for a small body that takes long to decode."""
+    if size > max(FREE_BYTES, MOST_RATIO * len(body)):
+        raise WireError(f"body: expected at most {MOST_RATIO} bytes of payload for each of its bytes, got {size}")
