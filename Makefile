@@ -189,6 +189,11 @@ site: $(VENV)/dev-installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 	@echo "the site begins at build/site/index.html"
 
+# How often two equal models are called different by someone who looks after every question, a JSON line.
+.PHONY: null_runs
+null_runs: $(VENV)/dev-installed
+	$(BIN)/python tests/support/null_runs.py 1000 1000 $(SEED)
+
 # Attacks of peers on the real node under a virtual clock, a JSON line each; SEEDS lists the seeds.
 SEEDS ?= 0 1 2
 .PHONY: adversary

@@ -10,7 +10,19 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src" / "shoal"
 
 LAYERS = (
-    {"types", "turn_tree", "errors", "files", "interfaces", "wire", "plugins", "checker", "procedural", "staleness"},
+    {
+        "types",
+        "turn_tree",
+        "errors",
+        "files",
+        "interfaces",
+        "wire",
+        "plugins",
+        "checker",
+        "confidence",
+        "procedural",
+        "staleness",
+    },
     {"net"},
     {"config", "model", "sandbox"},
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights"},

@@ -52,13 +52,18 @@ class HeldOutAnswer:
 def write_answers(run_dir: Path, step: int, answers: Iterable[HeldOutAnswer]) -> None:
     """Writes the answers of the evaluation after `step` steps. Raises `RunDirError`."""
     encode = msgspec.json.Encoder().encode
-    path = run_dir / FOLDER / f"{step:06}{SUFFIX}"
+    path = answers_file(run_dir, step)
     try:
         path.parent.mkdir(exist_ok=True)
         with replaced(path, private=True) as unfinished, gzip.open(unfinished, "wb", compresslevel=3) as file:
             file.writelines(encode(answer) + b"\n" for answer in answers)
     except OSError as error:
         raise RunDirError(f"{path} cannot be written: {error.strerror}; free space, then --resume") from error
+
+
+def answers_file(run_dir: Path, step: int) -> Path:
+    """File of the evaluation after `step` steps."""
+    return run_dir / FOLDER / f"{step:06}{SUFFIX}"
 
 
 def answer_files(run_dir: Path) -> Sequence[Path]:

@@ -32,6 +32,8 @@ class Result:
     staleness_max: int
     parity: float
     run_dir: Path
+    improvement: str
+    """Sentence on what is certain about the trained model's held-out accuracy; empty without held-out answers."""
     warning: str
     """Reason why the run may have learned nothing; empty without a sign of it."""
 

@@ -22,6 +22,7 @@ from shoal.interfaces import Scorer, WholeExchange, Worker
 from shoal.net.process import cores
 from shoal.net.run_server import WorkerLost
 from shoal.observe.metrics import read_records, stage
+from shoal.rollout.comparison import certified
 from shoal.rollout.constant_answers import paid_constants
 from shoal.rollout.evaluation import held_out_tasks
 from shoal.rollout.single_turn import SingleTurn
@@ -151,6 +152,7 @@ async def _run(policy: Policy, parts: RunParts) -> Result:
         await policy.trainer.write_version(parts.run_dir / other, push=False)
     if backup := config.checkpoint.backup:
         await asyncio.to_thread(back_up, parts.run_dir, backup)
+    improvement = await asyncio.to_thread(certified, parts.run_dir)
     tenth = max(1, len(totals.rewards) // 10)
     before, after = totals.evals[0], totals.evals[-1]
     return Result(
@@ -168,6 +170,7 @@ async def _run(policy: Policy, parts: RunParts) -> Result:
         staleness_max=totals.staleness_max,
         parity=parity,
         run_dir=parts.run_dir,
+        improvement=improvement.sentence() if improvement else "",
         warning=loop.learning.warning,
     )
 
