@@ -35,10 +35,5 @@ def test_the_demo_makes_its_model_once_and_a_few_steps_make_it_better(
     assert (tmp_path / "run" / "report.html").stat().st_size > 0
     assert audit(tmp_path / "run").ok
     assert "than the start" in figures["improvement"]
-    both = shoal("compare", "run@start", "run", "--questions=32", "--json", "--rollout.temperature=1e-5", cwd=tmp_path)
-    assert both.returncode == 0, both.stderr
-    compared = json.loads(both.stdout)
-    assert compared["sampled"]["second"] == compared["greedy"]["second"], "a setting holds for both"
-    assert compared["greedy"]["questions"] == 32 or compared["sampled"]["low"] > 0
     (made,) = (tmp_path / "cache" / "shoal").iterdir()
     assert (made / "model.safetensors").is_file()

@@ -226,37 +226,7 @@ def evaluate(
     show(run_evaluation(load(config, [*context.obj, *extra])), json_)
 
 
-@app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MODELS)
-def compare(
-    context: typer.Context,
-    first: Annotated[
-        str, typer.Argument(metavar="A", help="A run, RUN@start, a model or an engine's URL.", autocompletion=run_names)
-    ],
-    second: Annotated[str, typer.Argument(metavar="B", help="Another one.", autocompletion=run_names)],
-    config: Annotated[
-        Path | None, typer.Option(help="CONFIG.toml with the tasks to ask; those of the run when unset.")
-    ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="Held-out questions at most.")] = 1024,
-    json_: JsonFlag = False,
-) -> None:
-    """Ask two models the same held-out questions until one is surely better."""
-    from shoal.run.compare import START
-    from shoal.run.compare import compare as compare_models
-
-    def place(model: str) -> str:
-        return f"{run_at(model.removesuffix(START))}{START}" if model.endswith(START) else str(run_at(model))
-
-    models = [model if "://" in model else place(model) for model in (first, second)]
-    with stoppable():
-        values = compare_models(
-            (models[0], models[1]), config, context.obj, questions, lambda words: print(words, file=sys.stderr)
-        )
-    verdict = str(values.pop("verdict"))
-    if not json_:
-        print(printable(verdict))
-    show({**values, "verdict": verdict} if json_ else values, json_)
-
-
+app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MODELS)(run_commands.compare)
 app.command(rich_help_panel=MODELS)(run_commands.chat)
 app.command(cls=WithSettings, rich_help_panel=MODELS)(serve)
 

@@ -1,7 +1,8 @@
-"""`shoal runs`, `shoal init` and `shoal chat`. A RUN is a path, or a name under runs/."""
+"""`shoal runs`, `shoal init`, `shoal compare` and `shoal chat`. A RUN is a path, or a name under runs/."""
 
 import asyncio
 import json
+import sys
 import time
 from enum import StrEnum
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, printable
+from shoal.cli.output import JsonFlag, printable, show, stoppable
 from shoal.errors import ModelError, RunDirError, did_you_mean
 
 RUNS = Path("runs")
@@ -153,3 +154,33 @@ def chat(
     config = parse({"model": {"path": str(run_at(model)), "device": device}, "tasks": [{"name": "chain_sum"}]})
     options = ChatOptions(system, temperature, max_tokens)
     asyncio.run(chat_with(config, options, Prompt(), say))
+
+
+def compare(
+    context: typer.Context,
+    first: Annotated[
+        str, typer.Argument(metavar="A", help="A run, RUN@start, a model or an engine's URL.", autocompletion=run_names)
+    ],
+    second: Annotated[str, typer.Argument(metavar="B", help="Another one.", autocompletion=run_names)],
+    config: Annotated[
+        Path | None, typer.Option(help="CONFIG.toml with the tasks to ask; those of the run when unset.")
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Held-out questions at most.")] = 1024,
+    json_: JsonFlag = False,
+) -> None:
+    """Ask two models the same held-out questions until one is surely better."""
+    from shoal.run.compare import START
+    from shoal.run.compare import compare as compare_models
+
+    def place(model: str) -> str:
+        return f"{run_at(model.removesuffix(START))}{START}" if model.endswith(START) else str(run_at(model))
+
+    models = [model if "://" in model else place(model) for model in (first, second)]
+    with stoppable():
+        values = compare_models(
+            (models[0], models[1]), config, context.obj, questions, lambda words: print(words, file=sys.stderr)
+        )
+    verdict = str(values.pop("verdict"))
+    if not json_:
+        print(printable(verdict))
+    show({**values, "verdict": verdict} if json_ else values, json_)

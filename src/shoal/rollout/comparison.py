@@ -16,7 +16,7 @@ SAMPLED, GREEDY, PASS = "sampled", "greedy", "pass_at_k"
 
 
 @dataclass(slots=True)
-class Row:
+class Measure:
     """Accuracy of two models by one measure: share of questions with full marks."""
 
     bounds: MeanBounds
@@ -48,8 +48,8 @@ class Comparison:
         """`samples` is the number of sampled answers to a question."""
         parts = [GREEDY, *([PASS] if samples > 1 else []), *(tasks if len(tasks) > 1 else [])]
         self.samples = samples
-        self.overall = Row(MeanBounds(ERROR))
-        self.parts = {name: Row(MeanBounds(ERROR / len(parts))) for name in parts}
+        self.overall = Measure(MeanBounds(ERROR))
+        self.parts = {name: Measure(MeanBounds(ERROR / len(parts))) for name in parts}
         self.unjudged = 0
         """Questions left out because a scorer judged no answer of one model."""
 
