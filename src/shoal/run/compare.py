@@ -2,33 +2,31 @@
 
 import asyncio
 import json
-import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
-from shoal.config import Config, load
+from shoal.config import load
 from shoal.errors import ConfigError
 from shoal.experience.held_out import HeldOutAnswer
 from shoal.interfaces import Runner
 from shoal.rollout.comparison import Comparison
 from shoal.rollout.evaluation import evaluation, held_out_tasks
-from shoal.run.assemble import playing, serving
 from shoal.run.blocking import run_blocking
 from shoal.run.chat import chat_directory
-from shoal.run.plan import prepare
-from shoal.run.prepared import Prepared
+from shoal.run.parts import answering
+from shoal.run.prepare import Prepared, prepare_answering
 from shoal.types import Task
 
 ROUND = 16
 """Questions after which the bounds are looked at."""
 START = "@start"
 
-Tell = Callable[[str], None]
+Show = Callable[[str], None]
 
 
 def compare(
-    models: tuple[str, str], config: Path | None, overrides: Sequence[str], questions: int, tell: Tell
+    models: tuple[str, str], config: Path | None, overrides: Sequence[str], questions: int, show: Show
 ) -> dict[str, object]:
     """Compares two models; a model is a run, `RUN@start`, a directory or name of a model, or an engine's URL.
 
@@ -36,14 +34,13 @@ def compare(
     """
     file = config or _settings_of(models)
     sides = [load(file, [*overrides, *_overrides(model)]) for model in models]
-    tell("checking models, tasks and rewards")
+    show("checking models, tasks and rewards")
     with ExitStack() as stack:
-        prepared = [stack.enter_context(prepare(side, trains=False)) for side in sides]
+        prepared = [stack.enter_context(prepare_answering(side)) for side in sides]
         tasks, few = held_out_tasks(prepared[0].service, questions)
         if few:
-            tell(f"the tasks have {len(tasks)} distinct held-out questions, not {questions}")
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-compare-")))
-        comparison = run_blocking(_compared(sides, prepared, tasks, folder, tell))
+            show(f"the tasks have {len(tasks)} distinct held-out questions, not {questions}")
+        comparison = run_blocking(_compared(prepared, tasks, show))
     return {**comparison.values, "verdict": f"{models[1]}: {comparison.sentence(models[0])}"}
 
 
@@ -67,41 +64,27 @@ def _overrides(model: str) -> list[str]:
     return [f"model.path={json.dumps(path)}", "engine.urls=[]"]
 
 
-async def _compared(
-    sides: Sequence[Config], prepared: Sequence[Prepared], tasks: Sequence[Task], folder: Path, tell: Tell
-) -> Comparison:
+async def _compared(prepared: Sequence[Prepared], tasks: Sequence[Task], show: Show) -> Comparison:
     """Asks both models round by round, until the comparison is decided."""
-    comparison = Comparison(sorted(prepared[0].environments), sides[0].eval.samples)
+    samples = prepared[0].config.eval.samples
+    comparison = Comparison(sorted(prepared[0].environments), samples)
     async with AsyncExitStack() as stack:
-        tell("starting both engines")
-        runners = [
-            await stack.enter_async_context(_runner(side, ready, folder / str(place)))
-            for place, (side, ready) in enumerate(zip(sides, prepared, strict=True))
-        ]
+        show("starting both engines")
+        runners = [(await stack.enter_async_context(answering(one))).runner for one in prepared]
         for begin in range(0, len(tasks), ROUND):
             asked = tasks[begin : begin + ROUND]
             async with asyncio.TaskGroup() as both:
-                answering = [both.create_task(_answers(one, asked, sides[0].eval.samples)) for one in runners]
+                answering = [both.create_task(_answers(one, asked, samples)) for one in runners]
             for task in asked:
                 comparison.add(*(one.result()[task.id] for one in answering))
             bounds = comparison.overall.bounds
-            tell(
+            show(
                 f"{begin + len(asked)} of {len(tasks)} questions: {comparison.overall.first:.1%} and "
                 f"{comparison.overall.second:.1%}, difference in [{bounds.low:+.1%}, {bounds.high:+.1%}]"
             )
             if comparison.decided:
                 break
     return comparison
-
-
-@asynccontextmanager
-async def _runner(config: Config, prepared: Prepared, folder: Path) -> AsyncIterator[Runner]:
-    (folder / "logs").mkdir(parents=True)
-    async with (
-        serving(config, prepared, folder) as (engine, single_turn),
-        playing(config, prepared, engine, single_turn) as runner,
-    ):
-        yield runner
 
 
 async def _answers(runner: Runner, tasks: Sequence[Task], samples: int) -> dict[str, list[HeldOutAnswer]]:
