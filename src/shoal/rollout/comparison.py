@@ -82,7 +82,7 @@ class Comparison:
         return {"sampled": self.overall.values, **parts, "unjudged": self.unjudged}
 
     def sentence(self, first: str = "the start") -> str:
-        """What is certain about the second model, and whether it has a new skill or samples better what it had."""
+        """Says what is certain about the second model, and whether it has a new skill or only samples better."""
         bounds = self.overall.bounds
         sure = f"(anytime-valid, {1 - ERROR:.0%}; {bounds.count} questions)"
         if bounds.low > 0:

@@ -74,9 +74,9 @@ async def _compared(prepared: Sequence[Prepared], tasks: Sequence[Task], show: S
         for begin in range(0, len(tasks), ROUND):
             asked = tasks[begin : begin + ROUND]
             async with asyncio.TaskGroup() as both:
-                answering = [both.create_task(_answers(one, asked, samples)) for one in runners]
+                asking = [both.create_task(_answers(one, asked, samples)) for one in runners]
             for task in asked:
-                comparison.add(*(one.result()[task.id] for one in answering))
+                comparison.add(*(one.result()[task.id] for one in asking))
             bounds = comparison.overall.bounds
             show(
                 f"{begin + len(asked)} of {len(tasks)} questions: {comparison.overall.first:.1%} and "
