@@ -212,9 +212,23 @@ def answered(task: Task, *texts: str) -> Group:
     return Group("x", task, tuple(rollouts), 0)
 
 
+CYRILLIC = str.maketrans("aeiopcsxyAEHKMOPCTX", "аеіорсѕхуАЕНКМОРСТХ")
+
+
 @pytest.mark.parametrize("junk", [(), ("never said before, and by nobody at all",)])
 @pytest.mark.parametrize(
-    "made", [str, str.upper, lambda text: text.replace("o", "o\u200b"), lambda text: text + "\u0301"]
+    "made",
+    [
+        str,
+        str.upper,
+        lambda text: text.replace("o", "o\u200b"),
+        lambda text: text + "\u0301",
+        lambda text: text.translate(CYRILLIC),
+        lambda text: text.upper().translate(CYRILLIC),
+        lambda text: text.replace("o", "\u03bf"),
+        lambda text: text.replace("h", "\U0001d421"),
+        lambda text: text + "\ud800",
+    ],
 )
 def test_own_answers_are_never_taken_back_whatever_is_changed_or_added(
     library: Library, made: Callable[[str], str], junk: tuple[str, ...]
@@ -235,6 +249,16 @@ def test_short_answers_that_agree_by_chance_are_no_copies_and_a_question_counts_
             taken += 1
     assert taken == MOST_PER_QUESTION
     assert not contents.repeats(task, ["e", "d"], "late", 1.0)
+
+
+def test_different_answers_in_another_script_are_no_copies(library: Library) -> None:
+    task, contents = library.services[0].draw(Split.TRAIN, 0), Contents()
+    contents.own(
+        answered(task, "бросили две монеты, поэтому одна четвёртая", "значит, ответ равен одной второй, то есть 1/2")
+    )
+    assert not contents.repeats(
+        task, ["бросили три монеты, поэтому одна восьмая", "значит, ответ равен одной трети"], "x", 0.0
+    )
 
 
 def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:

@@ -53,7 +53,7 @@ class Contents:
         """Tells whether an offer was given before, or its question was taken after `since_s`, too often or of the
         author.
 
-        Letter case, compatible forms, accents, space and invisible characters make no difference.
+        Letter case, compatible forms, look-alikes, accents, space and invisible characters make no difference.
         """
         if self._asked.get(_digest(task, peer_id), since_s) > since_s:
             return True
@@ -96,14 +96,18 @@ def texts_of(group: Group) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text without what the eye does not see: Unicode's compatible forms, case, accents and invisible characters.
+    """Text without what the eye does not see: Unicode's compatible forms, case, accents, invisible characters and
+    letters of other scripts that look alike (Unicode TR39).
 
-    >>> _plain("Ｓｉｘ\\u200b  caf\\u00e9")
-    'six cafe'
+    >>> _plain("Ｓｉｘ\\u200b  caf\\u00e9 \\u0430nd m\\u043ere")
+    'six cafe and more'
     """
     seen = unicodedata.normalize("NFKD", text).casefold()
     if not seen.isascii():
-        seen = "".join(c for c in seen if unicodedata.category(c) not in ("Cf", "Cc", "Mn", "Me") or c.isspace())
+        from disarm import normalize_confusables  # a run without a swarm does not load it
+
+        seen = "".join(c for c in seen if unicodedata.category(c) not in ("Cf", "Cc", "Cs", "Mn", "Me") or c.isspace())
+        seen = normalize_confusables(seen).casefold()
     return " ".join(seen.split())
 
 
