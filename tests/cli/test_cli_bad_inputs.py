@@ -128,10 +128,10 @@ def test_what_is_right_passes_a_dry_run(good: Path, capsys: pytest.CaptureFixtur
 
 def test_a_dry_run_shows_what_a_preset_came_to(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main_ends_well(
-        ["train", str(good / "config.toml"), "--dry-run", "--json", "--preset", "glm5", "--train.push_every", "3"]
+        ["train", str(good / "config.toml"), "--dry-run", "--json", "--preset", "glm5", "--train.short_groups", "keep"]
     )
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["glm5: train.advantage"], shown["glm5: train.push_every"]) == ("grpo_no_std", 3)
+    assert (shown["glm5: train.advantage"], shown["glm5: train.short_groups"]) == ("grpo_no_std", "keep")
     assert shown["glm5: train.loss"]["name"] == "double_sided"
 
 

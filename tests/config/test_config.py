@@ -106,6 +106,18 @@ def test_every_section_says_what_it_is_about() -> None:
         ("train.minibatches=3", "train.minibatches: expected a divisor of groups_per_step = 8, got 3"),
         ("train.overlong_tokens=256", "train.overlong_tokens: expected less than rollout.max_tokens = 256, got 256"),
         (
+            "train={loss = 'gmpo', advantage = 'gae'}",
+            "train.loss: expected another than 'gmpo' with advantages that differ within a row (gae, turn_discount)",
+        ),
+        (
+            "train={advantage = 'maxrl', overlong_tokens = 8}",
+            "train.overlong_tokens: expected 0 with train.advantage = 'maxrl', whose rewards are 0 and 1",
+        ),
+        (
+            "train.loss={name = 'dppo_tv', weight_cap = 0.5}",
+            "train.loss.weight_cap: expected more than 1, or 0 for no bound, got 0.5",
+        ),
+        (
             "asynchrony.late=mask_tokens",
             "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, got "
             "'mask_tokens': both would still train the tokens that it masks",
@@ -354,6 +366,12 @@ def test_one_s_own_settings_win_over_a_preset(name: str) -> None:
 def test_a_part_of_a_preset_s_loss_can_be_set_by_itself() -> None:
     config = parse({**TASKS, "train": {"loss": {"clip_high": 3.0}}}, ["preset=glm5"])
     assert config.train.loss == DoubleSidedLoss(clip_low=0.3, clip_high=3.0)
+
+
+@pytest.mark.parametrize("loss", ["gspo", "gmpo"])
+def test_a_ratio_of_whole_rows_is_refused_where_late_tokens_are_masked(loss: str) -> None:
+    with pytest.raises(ConfigError, match=f"asynchrony.late: expected 'drop' or 'train' with train.loss = '{loss}'"):
+        parse({**TASKS, "train": {"loss": loss}, "asynchrony": {"late": "mask_tokens"}})
 
 
 def test_the_presets_are_those_that_the_setting_takes() -> None:

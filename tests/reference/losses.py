@@ -183,6 +183,90 @@ def gspo(
     return total
 
 
+def gmpo(
+    logp: Sequence[Tensor],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    rows: Sequence[int],
+    clip: tuple[float, float],
+) -> Tensor:
+    """GMPO, arXiv 2507.20673 Eq. 4: the product over a row of min(r^s, clip(r^s, e^-low, e^high))^s, s = sgn(A), to the
+    power 1 / |y|, times A; summed over each row's |y| tokens, of which the paper takes the mean."""
+    total = torch.zeros((), dtype=torch.float64)
+    for span in _spans(rows):
+        drawn = [t for t in span if mask[t] == 1]
+        product = torch.zeros((), dtype=torch.float64)  # its logarithm: the factors leave the range of floats
+        for t in drawn:
+            s = (advantage[t] > 0) - (advantage[t] < 0)
+            high = clip[1] if s > 0 else clip[0]
+            power = s * (logp[t] - behav[t])
+            product = product + (s * min(power, _clip(power, -math.inf, high)) if s else logp[t] - behav[t])
+        for t in drawn:
+            total = total - torch.exp(product / len(drawn)) * advantage[t]
+    return total
+
+
+def dppo(
+    logp: Sequence[Tensor],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    divergence: str,
+    low: float,
+    high: float,
+    cap: float,
+) -> Tensor:
+    """DPPO, arXiv 2602.04879: sum of -M r A log pi_theta, M and r = p / q without gradient; M = 0 where the binary
+    divergence of p from q is above its bound and the advantage pushes p further away."""
+    total = torch.zeros((), dtype=torch.float64)
+    for t in range(len(mask)):
+        if mask[t] != 1:
+            continue
+        p, q = math.exp(logp[t].item()), math.exp(behav[t])
+        if divergence == "tv":
+            d = abs(p - q)
+        else:
+            d = q * (behav[t] - logp[t].item()) + (1 - q) * (math.log1p(-q) - math.log1p(-p))
+        away = (advantage[t] > 0 and p > q and d > high) or (advantage[t] < 0 and p < q and d > low)
+        if not away:
+            total = total - min(math.exp(logp[t].item() - behav[t]), cap) * advantage[t] * logp[t]
+    return total
+
+
+def maxrl(rewards: Sequence[int]) -> list[float]:
+    """MaxRL, arXiv 2602.02710: of N answers with K right ones, the gradient is the mean of the right ones' scores less
+    the mean of all, or nothing where K = 0. Weights of the scores, times N: a loss takes their mean."""
+    n, right = len(rewards), sum(rewards)
+    return [n * ((reward / right if right else 0.0) - 1 / n) if right else 0.0 for reward in rewards]
+
+
+def dr_grpo(
+    logp: Sequence[Sequence[Tensor]],
+    behav: Sequence[Sequence[float]],
+    rewards: Sequence[float],
+    clip: float,
+) -> Tensor:
+    """Dr.GRPO, arXiv 2503.20783: -(1 / G) sum over answers and tokens of min(r A, clip(r) A), A = reward - mean."""
+    mean = math.fsum(rewards) / len(rewards)
+    total = torch.zeros((), dtype=torch.float64)
+    for row, old, reward in zip(logp, behav, rewards, strict=True):
+        for now, before in zip(row, old, strict=True):
+            total = total - _surrogate(torch.exp(now - before), reward - mean, (clip, clip), math.inf)
+    return total / len(rewards)
+
+
+def rloo(logp: Sequence[Sequence[Tensor]], rewards: Sequence[float]) -> Tensor:
+    """RLOO, arXiv 2402.14740: -(1 / k) sum over answers of (r_i - mean of the other rewards) log pi(y_i)."""
+    k = len(rewards)
+    total = torch.zeros((), dtype=torch.float64)
+    for i, row in enumerate(logp):
+        others = math.fsum(reward for j, reward in enumerate(rewards) if j != i) / (k - 1)
+        for token in row:
+            total = total - (rewards[i] - others) * token
+    return total / k
+
+
 def cispo(
     logp: Sequence[Tensor], behav: Sequence[float], advantage: Sequence[float], mask: Sequence[int], cap: float
 ) -> Tensor:

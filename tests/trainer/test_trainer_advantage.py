@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reference import token_rows
+from reference import losses, token_rows
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
 from shoal.trainer.advantage import (
@@ -55,6 +55,16 @@ def test_grpo_divides_the_distance_from_the_mean_by_the_standard_deviation(value
 def test_grpo_no_std_is_the_distance_from_the_mean(values: list[float]) -> None:
     mean = statistics.fmean(values)
     assert advantages(values, "grpo_no_std") == pytest.approx([r - mean for r in values], abs=1e-12)
+
+
+@given(st.lists(st.integers(0, 1), min_size=2, max_size=16))
+def test_maxrl_is_the_mean_score_of_right_answers_less_that_of_all(rewards: list[int]) -> None:
+    assert advantages(rewards, "maxrl") == pytest.approx(losses.maxrl(rewards))
+
+
+def test_maxrl_refuses_rewards_below_0() -> None:
+    with pytest.raises(ConfigError, match="'maxrl' expected rewards of 0 and 1, got -1"):
+        advantages([1.0, -1.0], "maxrl")
 
 
 @given(rewards)

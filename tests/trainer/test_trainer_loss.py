@@ -18,6 +18,9 @@ from shoal.config.training import (
     CISPOLoss,
     DecoupledLoss,
     DoubleSidedLoss,
+    DPPOKLLoss,
+    DPPOTVLoss,
+    GMPOLoss,
     GRPOLoss,
     GSPOLoss,
     LossConfig,
@@ -28,7 +31,9 @@ from shoal.config.training import (
     TrainConfig,
 )
 from shoal.errors import ConfigError
+from shoal.trainer.advantage import advantages
 from shoal.trainer.loss import kl, log_linear_prox, own_loss, to_go, token_loss
+from shoal.trainer.packing import Size, token_weight
 from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
 
@@ -39,6 +44,9 @@ ALL_LOSSES: list[LossConfig] = [
     DecoupledLoss(weight_level="sequence", over_cap="band"),
     DoubleSidedLoss(),
     GSPOLoss(),
+    GMPOLoss(),
+    DPPOTVLoss(),
+    DPPOKLLoss(),
     CISPOLoss(),
     ReinforceLoss(),
     ReinforceLoss(weight_level="sequence", over_cap="mask"),
@@ -181,6 +189,60 @@ def test_gspo_and_its_gradient_equal_the_definition(case: Case, clip: tuple[floa
     streams = (case.behav, case.advantage, case.mask, case.rows)
     config = GSPOLoss(clip_low=clip[0], clip_high=clip[1])
     assert_equal(ours(case, config), defined(case, lambda logp: reference.gspo(logp, *streams, clip, 3.0)))
+
+
+@given(cases(), st.sampled_from([(0.4, 0.4), (0.1, 2.0)]))
+def test_gmpo_and_its_gradient_equal_the_definition(case: Case, clip: tuple[float, float]) -> None:
+    streams, config = (case.behav, case.advantage, case.mask, case.rows), GMPOLoss(clip_low=clip[0], clip_high=clip[1])
+    assert_equal(ours(case, config), defined(case, lambda logp: reference.gmpo(logp, *streams, clip)))
+
+
+@given(cases(), st.sampled_from(["tv", "kl"]), st.sampled_from([(0.15, 0.15, 20.0), (0.01, 0.3, 0.0)]))
+def test_dppo_and_its_gradient_equal_the_definition(
+    case: Case, divergence: str, bounds: tuple[float, float, float]
+) -> None:
+    low, high, cap = bounds
+    case = replace(case, behav=[min(logp, -1e-4) for logp in case.behav])  # probabilities
+    config = (DPPOTVLoss if divergence == "tv" else DPPOKLLoss)(clip_low=low, clip_high=high, weight_cap=cap)
+    streams = (case.behav, case.advantage, case.mask)
+    wanted = defined(case, lambda logp: reference.dppo(logp, *streams, divergence, low, high, cap or math.inf))
+    assert_equal(ours(case, config), wanted)
+
+
+answers = st.lists(st.lists(st.floats(-20.0, -1e-4), min_size=1, max_size=5), min_size=2, max_size=6)
+
+
+@given(answers, st.data())
+def test_dr_grpo_and_rloo_as_settings_equal_their_definitions(rows: list[list[float]], data: st.DataObject) -> None:
+    rewards = data.draw(st.lists(st.floats(-2, 2), min_size=len(rows), max_size=len(rows)))
+    behav = [[logp + data.draw(st.floats(-0.5, 0.5)) for logp in row] for row in rows]
+
+    def settings_of(paper: LossConfig, kind: Literal["grpo_no_std", "rloo"], sampled: list[list[float]]) -> list[float]:
+        flat = [logp for row in rows for logp in row]
+        each = [a for a, row in zip(advantages(rewards, kind), rows, strict=True) for _ in row]
+        case = Case(
+            flat,
+            flat,
+            [logp for row in sampled for logp in row],
+            each,
+            [1] * len(flat),
+            [i for i, row in enumerate(rows) for _ in row],
+        )
+        value, gradient = ours(case, paper)
+        weight = token_weight("sums", Size(len(flat), len(rows)), 0, 0)
+        return [weight * one for one in (value, *gradient)]
+
+    def reference_of(definition: Callable[[list[list[Tensor]]], Tensor]) -> list[float]:
+        logp = [[torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in row] for row in rows]
+        (loss := definition(logp)).backward()
+        return [loss.item(), *(0.0 if x.grad is None else x.grad.item() for row in logp for x in row)]
+
+    exact = GRPOLoss(clip_low=0.2, clip_high=0.2, dual_clip=0)
+    wanted = reference_of(lambda logp: reference.dr_grpo(logp, behav, rewards, 0.2))
+    assert settings_of(exact, "grpo_no_std", behav) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+    on_policy = ReinforceLoss(weight_cap=0, weight_level="sequence")
+    wanted = reference_of(lambda logp: reference.rloo(logp, rewards))
+    assert settings_of(on_policy, "rloo", rows) == pytest.approx(wanted, rel=1e-9, abs=1e-9)
 
 
 @given(cases())

@@ -71,6 +71,33 @@ class GSPOLoss(_Clipped):
     clip_high: float = Field(4e-4, gt=0, description="Ratios above 1 + clip_high are clipped.")
 
 
+class GMPOLoss(Section):
+    """Geometric mean over a row of its clipped ratios (GMPO)."""
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(0.4, gt=0, description="Log ratios below -clip_low are clipped where A < 0.")
+    clip_high: float = Field(0.4, gt=0, description="Log ratios above clip_high are clipped where A > 0.")
+
+
+class DPPOTVLoss(_Bounded):
+    """Mask by the change of a token's probability instead of a clip of its ratio (DPPO, binary total variation)."""
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+    clip_low: float = Field(0.15, gt=0, description="Divergence above which tokens that became less likely are masked.")
+    clip_high: float = Field(0.15, gt=0, description="Divergence above which tokens that became likelier are masked.")
+    weight_cap: float = Field(
+        20.0, ge=0, description="Bound on pi_theta / pi_behav; 0 is off, as the formula is printed."
+    )
+
+
+class DPPOKLLoss(DPPOTVLoss):
+    """Mask by the binary KL divergence of a token's probability (DPPO)."""
+
+    name: Literal["dppo_kl"] = "dppo_kl"  # type: ignore[assignment]
+    clip_low: float = Field(0.05, gt=0, description="Divergence above which tokens that became less likely are masked.")
+    clip_high: float = Field(0.05, gt=0, description="Divergence above which tokens that became likelier are masked.")
+
+
 class CISPOLoss(_Bounded):
     """REINFORCE with importance weights clamped from above (MiniMax-M1); every token keeps a gradient."""
 
@@ -115,6 +142,9 @@ LossConfig: TypeAlias = Annotated[
     | DecoupledLoss
     | DoubleSidedLoss
     | GSPOLoss
+    | GMPOLoss
+    | DPPOTVLoss
+    | DPPOKLLoss
     | CISPOLoss
     | ReinforceLoss
     | SoftAdaptiveLoss
@@ -172,8 +202,8 @@ class TrainConfig(Section):
     minibatches: int = Field(1, ge=1, description="Optimizer updates a step's groups are split into.")
     push_every: int = Field(1, ge=1, description="Steps between loads of new weights by the engines (K).")
     loss: LossConfig = Field(DecoupledLoss(), description="Loss by name, with its own parameters.")
-    loss_mean: Literal["tokens", "rows", "budget"] | None = Field(
-        None, description="Mean over tokens, over rows' own means, or over rows of rollout.max_tokens."
+    loss_mean: Literal["tokens", "rows", "budget", "sums"] | None = Field(
+        None, description="Mean over tokens, over rows' own means, over rows of rollout.max_tokens, or over rows' sums."
     )
     kl: KLConfig = Field(KLConfig())
     teacher: str | None = Field(
@@ -182,7 +212,7 @@ class TrainConfig(Section):
         "/v1 of a server of OpenAI's text completions.",
     )
     entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy, subtracted from the loss.")
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | OwnName = Field(
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "batch", "group_batch", "gae"] | OwnName = Field(
         "grpo",
         description="Baseline and scale: by group, by batch, from a critic (`gae`), or your `module:function`.",
     )

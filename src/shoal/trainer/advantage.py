@@ -15,7 +15,7 @@ from shoal.plugins import own_code
 from shoal.turn_tree import prompt_ids, trained, trained_rows
 from shoal.types import Group, Rollout, Sample
 
-Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo"]
+Kind: TypeAlias = Literal["grpo", "grpo_no_std", "rloo", "maxrl"]
 
 Rewards: TypeAlias = Sequence[Sequence[float]]
 """Rewards of each group of a step, one per finished rollout; groups may differ in size."""
@@ -30,6 +30,8 @@ def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
     grpo         (r_i - mean) / (std + 1e-6), std with n - 1 in the denominator (DeepSeekMath, arXiv 2402.03300 §4.1.2)
     grpo_no_std  r_i - mean (Dr.GRPO, arXiv 2503.20783; GLM-5, arXiv 2602.15763)
     rloo         r_i - mean of the others (arXiv 2402.14740)
+    maxrl        (r_i - mean) / mean, for rewards of 0 and 1 (arXiv 2602.02710: the mean of the right answers'
+                 gradients, less that of all); raises ConfigError for a reward below 0
 
     Fewer than two rewards, or equal rewards, give advantages of exactly 0.
 
@@ -49,6 +51,13 @@ def advantages(rewards: Sequence[float], kind: Kind) -> list[float]:
             return centred
         case "rloo":
             return [c * n / (n - 1) for c in centred]
+        case "maxrl":
+            if min(rewards) < 0:
+                raise ConfigError(
+                    f"train.advantage: 'maxrl' expected rewards of 0 and 1, got {min(rewards):g}; set "
+                    "reward = 'correct' for each task"
+                )
+            return [c / mean for c in centred]
         case "grpo":
             std = math.sqrt(math.fsum(c * c for c in centred) / (n - 1))
             return [c / (std + STD_EPS) for c in centred]
@@ -60,7 +69,7 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list
         batch        (r_i - mean of the batch) / (std of the batch + 1e-6) (REINFORCE++, arXiv 2501.03262)
         group_batch  (r_i - mean of its group) / (std of these over the batch + 1e-6) (its variant with a baseline)
         gae          r_i; the critic turns it into advantages (`critic.py`)
-        grpo, grpo_no_std, rloo  within each group: see `advantages`
+        grpo, grpo_no_std, rloo, maxrl  within each group: see `advantages`
         module:function  the user's own: see `own_advantage`
 
     Groups may differ in size. Mean and std are over rollouts, not over tokens.
@@ -81,7 +90,7 @@ def batch_advantages(rewards: Sequence[Sequence[float]], kind: str) -> list[list
             return [[value / (std + STD_EPS) for value in group] for group in centred]
         case "gae":
             return [list(group) for group in rewards]
-        case "grpo" | "grpo_no_std" | "rloo":
+        case "grpo" | "grpo_no_std" | "rloo" | "maxrl":
             return [advantages(group, kind) for group in rewards]
         case _:
             return own_advantage(kind)(rewards)

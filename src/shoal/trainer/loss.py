@@ -18,6 +18,9 @@ from shoal.config.training import (
     DecoupledLoss,
     DoubleSidedLoss,
     DPOLoss,
+    DPPOKLLoss,
+    DPPOTVLoss,
+    GMPOLoss,
     GRPOLoss,
     GSPOLoss,
     LossConfig,
@@ -49,6 +52,10 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
             return double_sided(streams, config)
         case GSPOLoss():
             return gspo(streams, config)
+        case GMPOLoss():
+            return gmpo(streams, config)
+        case DPPOKLLoss() | DPPOTVLoss():
+            return dppo(streams, config)
         case CISPOLoss():
             return weighted_reinforce(streams, config.weight_cap, level="token", over_cap="clamp")
         case ReinforceLoss():
@@ -125,6 +132,44 @@ def gspo(streams: Streams, config: GSPOLoss) -> TokenLoss:
     ratio_T = bounded_exp(_row_sum(log_ratio_T, streams) / _row_sum(torch.ones_like(log_ratio_T), streams))
     surrogate_T, clipped_T = _clipped_surrogate(ratio_T, streams.advantage_T, config)
     return TokenLoss(-surrogate_T, streams.behaviour_ratio(), clipped_T)
+
+
+def gmpo(streams: Streams, config: GMPOLoss) -> TokenLoss:
+    """Geometric mean over a row of its tokens' ratios, each clipped on the side to which the advantage pushes it.
+
+    d = log pi_theta - log pi_behav,   c = min(d, clip_high) where A > 0, max(d, -clip_low) where A < 0
+    loss_t = -exp(mean of c over the row) A_t
+
+    The mean of loss_t over the row is the paper's term, so `loss_mean` defaults to "rows". Takes and gives [T]. Source:
+    Geometric-Mean Policy Optimization (arXiv 2507.20673 Eq. 4), which clips ratios to exp(-0.4) .. exp(0.4).
+    """
+    A_T, d_T = streams.advantage_T, streams.logp_T - streams.behav_T
+    c_T = torch.where(A_T > 0, d_T.clamp(max=config.clip_high), torch.where(A_T < 0, d_T.clamp(-config.clip_low), d_T))
+    mean_T = _row_sum(c_T, streams) / _row_sum(torch.ones_like(c_T), streams)
+    return TokenLoss(-bounded_exp(mean_T) * A_T, streams.behaviour_ratio(), (c_T != d_T).detach())
+
+
+def dppo(streams: Streams, config: DPPOTVLoss | DPPOKLLoss) -> TokenLoss:
+    """Importance-weighted policy gradient without the tokens that left a trust region of probability.
+
+    p = pi_theta, q = pi_behav of the sampled token,   r = p / q, at most weight_cap and without gradient
+    D = |p - q| ("dppo_tv"), or q log(q / p) + (1 - q) log((1 - q) / (1 - p)) ("dppo_kl")
+    loss = -M r A log pi_theta,   M = 0 where D > clip_high, A > 0 and p > q, or D > clip_low, A < 0 and p < q; else 1
+
+    Takes and gives [T]. Source: DPPO with binary divergences (arXiv 2602.04879). Its gradient is that of M r A.
+    """
+    A_T, ratio_T = streams.advantage_T, streams.behaviour_ratio()
+    logp_T, behav_T = streams.logp_T.detach(), streams.behav_T
+    p_T, q_T = logp_T.exp(), behav_T.exp()
+    D_T = (p_T - q_T).abs()
+    if isinstance(config, DPPOKLLoss):
+        others_T = torch.special.xlog1py(1 - q_T, -q_T) - torch.special.xlog1py(1 - q_T, -p_T)
+        D_T = q_T * (behav_T - logp_T) + others_T
+    up_T, down_T = (A_T > 0) & (p_T > q_T), (A_T < 0) & (p_T < q_T)
+    masked_T = (up_T & D_T.gt(config.clip_high)) | (down_T & D_T.gt(config.clip_low))
+    w_T, _, capped_T = _bounded(ratio_T, config.weight_cap, "clamp")
+    loss_T = -torch.where(masked_T, 0.0, w_T) * A_T * streams.logp_T
+    return TokenLoss(loss_T, ratio_T, masked_T=masked_T, capped_T=capped_T & ~masked_T)
 
 
 def weighted_reinforce(streams: Streams, cap: float, *, level: Level, over_cap: OverCap) -> TokenLoss:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
 
-from shoal.config.training import GSPOLoss, SoftAdaptiveLoss, TrainConfig
+from shoal.config.training import GMPOLoss, GSPOLoss, SoftAdaptiveLoss, TrainConfig
 from shoal.model import MOST_LOGITS, UNKNOWN
 from shoal.types import Sample
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
-Mean: TypeAlias = Literal["tokens", "rows", "budget"]
+Mean: TypeAlias = Literal["tokens", "rows", "budget", "sums"]
 MOST_STREAM = 1 << 22
 """Numbers of the residual stream, over all layers, in a default micro-batch on a CPU, unless it has fewer than 1,024
 tokens. A layer keeps about 14 times as many for the backward pass."""
@@ -345,7 +345,7 @@ def loss_mean(config: TrainConfig) -> Mean:
     """Mean of the config, or the mean with which its loss was published."""
     if config.loss_mean is not None:
         return config.loss_mean
-    return "rows" if isinstance(config.loss, GSPOLoss | SoftAdaptiveLoss) else "tokens"
+    return "rows" if isinstance(config.loss, GMPOLoss | GSPOLoss | SoftAdaptiveLoss) else "tokens"
 
 
 def token_weight(mean: Mean, size: Size, row_tokens: int, budget_tokens: int) -> float:
@@ -353,10 +353,11 @@ def token_weight(mean: Mean, size: Size, row_tokens: int, budget_tokens: int) ->
 
     tokens  1 / tokens                  every token counts the same (DAPO, arXiv 2503.14476)
     rows    1 / (rows * row_tokens)     every row counts the same (GRPO, arXiv 2402.03300; GSPO, arXiv 2507.18071)
-    budget  1 / (rows * budget_tokens)  a constant: a row's length changes nothing (Dr.GRPO, arXiv 2503.20783)
+    budget  1 / (rows * budget_tokens)  a constant: a row's length changes nothing (Dr.GRPO's code)
+    sums    1 / rows                    likelihoods of whole rows (RLOO, arXiv 2402.14740; Dr.GRPO, arXiv 2503.20783)
 
-    >>> [token_weight(mean, Size(tokens=10, rows=2), 4, 8) for mean in ("tokens", "rows", "budget")]
-    [0.1, 0.125, 0.0625]
+    >>> [token_weight(mean, Size(tokens=10, rows=2), 4, 8) for mean in ("tokens", "rows", "budget", "sums")]
+    [0.1, 0.125, 0.0625, 0.5]
     """
     match mean:
         case "tokens":
@@ -365,3 +366,5 @@ def token_weight(mean: Mean, size: Size, row_tokens: int, budget_tokens: int) ->
             return 1 / (size.rows * row_tokens)
         case "budget":
             return 1 / (size.rows * budget_tokens)
+        case "sums":
+            return 1 / size.rows
