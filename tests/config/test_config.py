@@ -107,7 +107,7 @@ def test_every_section_says_what_it_is_about() -> None:
         ("train.overlong_tokens=256", "train.overlong_tokens: expected less than rollout.max_tokens = 256, got 256"),
         (
             "train={loss = 'gmpo', advantage = 'gae'}",
-            "train.loss: expected another than 'gmpo' with advantages that differ within a row (gae, turn_discount)",
+            "train.loss: expected not 'gmpo' with advantages that differ within a row (gae, turn_discount)",
         ),
         (
             "train={advantage = 'maxrl', overlong_tokens = 8}",

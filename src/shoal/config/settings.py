@@ -16,17 +16,7 @@ from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.processor import multiplies_bfloat16
 from shoal.config.section import MOST, Section
 from shoal.config.swarm import SwarmConfig
-from shoal.config.training import (
-    LOSS_OF,
-    OWN_SETTINGS,
-    UNUSED,
-    DPOLoss,
-    GMPOLoss,
-    GSPOLoss,
-    PositiveOnlyLoss,
-    TrainConfig,
-    foreign_setting,
-)
+from shoal.config.training import LOSS_OF, OWN_SETTINGS, UNUSED, DPOLoss, PositiveOnlyLoss, TrainConfig, foreign_setting
 from shoal.config.urls import NATS, checked_url
 from shoal.staleness import Late, Staleness
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
@@ -356,15 +346,12 @@ def _in_training(config: Config) -> Iterator[str]:
 def _in_advantages(config: Config) -> Iterator[str]:
     """Complaints about peers' groups, and about advantages computed late: by a critic, or after a penalty."""
     train, swarm = config.train, config.swarm
-    if isinstance(train.loss, GMPOLoss | GSPOLoss) and config.asynchrony.late == "mask_tokens":
+    if train.loss.name in ("gspo", "gmpo") and config.asynchrony.late == "mask_tokens":
         yield (
             f"asynchrony.late: expected 'drop' or 'train' with train.loss = {train.loss.name!r}, whose ratio is of "
             "whole rows and would train late tokens too, got 'mask_tokens'"
         )
-    if isinstance(train.loss, GMPOLoss) and (train.advantage == "gae" or train.turn_discount != 1):
-        yield "train.loss: expected another than 'gmpo' with advantages that differ within a row (gae, turn_discount)"
-    if train.advantage == "maxrl" and train.overlong_tokens:
-        yield "train.overlong_tokens: expected 0 with train.advantage = 'maxrl', whose rewards are 0 and 1"
+    yield from train.complaints()
     if swarm.round_offers and not swarm.wait_s:
         yield "swarm.wait_s: expected more than 0 with swarm.round_offers, whose steps wait for a round, got 0"
     late = {"gae": "are the critic's"}

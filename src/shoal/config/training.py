@@ -1,6 +1,6 @@
 """Settings of training: each loss by its name with its own parameters, and the optimizer's side."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Final, Literal, Self, TypeAlias, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -256,6 +256,13 @@ class TrainConfig(Section):
         description="Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them, "
         "`torchtitan` uses its model and parallelism.",
     )
+
+    def complaints(self) -> Iterator[str]:
+        """Complaints about an advantage that does not fit another setting."""
+        if self.loss.name == "gmpo" and (self.advantage == "gae" or self.turn_discount != 1):
+            yield "train.loss: expected not 'gmpo' with advantages that differ within a row (gae, turn_discount)"
+        if self.advantage == "maxrl" and self.overlong_tokens:
+            yield "train.overlong_tokens: expected 0 with train.advantage = 'maxrl', whose rewards are 0 and 1"
 
     @property
     def compares_within_groups(self) -> bool:

@@ -127,14 +127,14 @@ class TrainSettings(TypedDict, total=False):
     """Steps between loads of new weights by the engines (K)."""
     loss: str | Mapping[str, Any] | Callable[..., Any]
     """Loss by name, with its own parameters."""
-    loss_mean: Literal["tokens", "rows", "budget"] | None
-    """Mean over tokens, over rows' own means, or over rows of rollout.max_tokens."""
+    loss_mean: Literal["tokens", "rows", "budget", "sums"] | None
+    """Mean over tokens, over rows' own means, over rows of rollout.max_tokens, or over rows' sums."""
     kl: KLSettings
     teacher: str | None
     """On-policy distillation in place of rewards: a model with the same tokens, or the URL up to /v1 of a server of OpenAI's text completions."""
     entropy_bonus: float
     """Weight of the entropy, subtracted from the loss."""
-    advantage: Literal["grpo", "grpo_no_std", "rloo", "batch", "group_batch", "gae"] | str | Callable[..., Any]
+    advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "batch", "group_batch", "gae"] | str | Callable[..., Any]
     """Baseline and scale: by group, by batch, from a critic (`gae`), or your `module:function`."""
     turn_discount: float
     """Weight of a turn's reward for the turn before it."""
