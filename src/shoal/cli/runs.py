@@ -169,8 +169,8 @@ def compare(
     json_: JsonFlag = False,
 ) -> None:
     """Ask two models the same held-out questions until one is surely better."""
-    from shoal.run.compare import START
-    from shoal.run.compare import compare as compare_models
+    from shoal.run.commands.compare import START
+    from shoal.run.commands.compare import compare as compare_models
 
     def place(model: str) -> str:
         return f"{run_at(model.removesuffix(START))}{START}" if model.endswith(START) else str(run_at(model))
