@@ -89,7 +89,8 @@ class Reply(Generic[R]):
     @property
     def message(self) -> Message:
         """Answer as the client receives it, without the beginning that the client sent."""
-        return self.answering.message
+        generation, text = self.answering.generation, self.answering.text
+        return generation.said if generation else Message(Role.ASSISTANT, text.content, reasoning=text.reasoning)
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -98,8 +99,8 @@ class Reply(Generic[R]):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Reason why the engine stopped: `stop` or `length`; None while it samples."""
-        return self.answering.finish_reason
+        """Reason why the answer ended: `stop` or `length`, since an aborted answer is an error; None before."""
+        return self.answering.generation.completion.finish_reason if self.answering.generation else None
 
     @property
     def stopped(self) -> bool:

@@ -10,7 +10,7 @@ from shoal.errors import EngineUnavailable
 from shoal.gateway.answer_text import AnswerText
 from shoal.gateway.token_tree import Generation
 from shoal.interfaces import Engine, ModelServer, ServedToken
-from shoal.types import Completion, FinishReason, Message, Role, Sampling
+from shoal.types import Completion, FinishReason, Sampling
 
 if TYPE_CHECKING:
     from shoal.gateway.answer_request import AnswerRequest, SessionContext
@@ -42,18 +42,6 @@ class Answering:
     """Tokens of the prompt after its first, if their logprobs are requested."""
     hidden: int = 0
     """Number of last tokens that spell the stop text; the answer omits their logprobs."""
-
-    @property
-    def message(self) -> Message:
-        """Answer as the client receives it, without the beginning that the client sent."""
-        if self.generation is not None:
-            return self.generation.said
-        return Message(Role.ASSISTANT, self.text.content, reasoning=self.text.reasoning)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        """Reason why the answer ended: `stop` or `length`, since an aborted answer is an error; None before."""
-        return None if self.generation is None else self.generation.completion.finish_reason
 
     def settle(self, generation: Generation) -> Generation:
         """Sets the complete answer."""

@@ -13,7 +13,6 @@ from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
@@ -28,7 +27,7 @@ from shoal.gateway.clients import SESSION, api_key, has_left, is_retry, shown_pa
 from shoal.gateway.completions import CHAT, TEXT, TOKENS
 from shoal.gateway.dialects import Body, Dialect, R, Reply
 from shoal.gateway.registry import SessionBounds, Sessions, export
-from shoal.gateway.request_log import FREE_PATHS, RequestRecord
+from shoal.gateway.request_log import FREE_PATHS, OnRequest, RequestRecord
 from shoal.gateway.responses import RESPONSES
 from shoal.gateway.samplers import Answering, UntrainedSampler
 from shoal.gateway.sessions import ONE_REQUEST, OpenRequest, Session, SessionOver
@@ -54,12 +53,6 @@ DIALECTS: Mapping[str, Dialect[Any]] = {
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
 
-class _Named(msgspec.Struct):
-    """Field of all requests that names the model."""
-
-    model: str | None = None
-
-
 class Unauthorized(SessionError):
     """Error of a token that names no session (HTTP 401)."""
 
@@ -80,7 +73,7 @@ class Gateway:
     """Aliases of the model in untrained sessions."""
     model_server: ModelServer | None = None
     """Answers requests without a session, each in an untrained session; with None they get status 401."""
-    on_request: Callable[[RequestRecord], None] | None = None
+    on_request: OnRequest = lambda record: None
     """Gets each request once it is answered."""
     admin_key: str = ""
     """Key required to open sessions, read metrics, or ask without a session; empty requires none."""
@@ -156,7 +149,7 @@ class Gateway:
             record.status = response.status_code
         finally:
             record.duration_s = self.clock() - began_s
-            if self.on_request is not None and record.path not in FREE_PATHS:
+            if record.path not in FREE_PATHS:
                 self.on_request(record)
 
     def _endpoint(self, scope: Scope) -> Endpoint:
@@ -217,10 +210,10 @@ class Gateway:
         """Parses a body into its request and prompts; long bodies are parsed in a thread. Raises `SessionError`."""
 
         def read() -> tuple[R, Sequence[AnswerRequest]]:
-            if not session.is_trained:
-                http.scope["shoal.record"].model = self._check_model(data)
             request, digest = dialect.request(data, is_trained=session.is_trained), ""
-            if session.is_trained:
+            if not session.is_trained:
+                http.scope["shoal.record"].model = self._check_name(request.model or self.model)
+            else:
                 digest = blake2b(f"{http.scope['path']}\0".encode() + data, digest_size=16).hexdigest()
             given: dict[str, Any] = {"choices": request.choices, "streams": bool(request.stream)}
             given |= {"digest": digest, "is_retry": is_retry(http)}
@@ -319,10 +312,6 @@ class Gateway:
             context = self.sessions.context
             return Session(context, ONE_REQUEST, UntrainedSampler(context, self.model_server))
         raise Unauthorized(UNKNOWN)
-
-    def _check_model(self, data: bytes) -> str:
-        """Model that a request without a session names, if any. Raises `ModelNotFound`."""
-        return self._check_name(decoded(data, _Named).model or self.model)
 
     def _check_name(self, asked: str) -> str:
         """Checks that a name is one of the model's. Raises `ModelNotFound`."""

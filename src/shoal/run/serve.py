@@ -34,7 +34,7 @@ async def serve(
     port: int,
     threads: int,
     announce: Callable[[str, str, str, bool], None],
-    on_request: OnRequest | None = None,
+    on_request: OnRequest,
 ) -> None:
     """Serves OpenAI and Anthropic clients until it is cancelled. Raises a `ShoalError`.
 
