@@ -31,9 +31,9 @@ from benchmarks import say
 from benchmarks.crowd import crowd
 from benchmarks.limit import StaticLoop
 from benchmarks.model import SHAPE
-from shoal.engine.options import EngineLimits, OnUpdate
-from shoal.engine.request import Request
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.options import EngineLimits, OnUpdate
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.types import Sampling, seed_for

@@ -67,7 +67,7 @@ COUNTED_S = 10.0
 """Counted seconds of each window."""
 SETTLING_S = {OTHER: 2.0, SWARM: 2.0, NOBODY: 20.0}
 """Seconds at the start of a window that do not count: after a flood the node reads its rest for a while."""
-ENGINE = "shoal.engine.http_server"
+ENGINE = "shoal.engine.server.http_server"
 MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 

@@ -24,7 +24,7 @@ from shoal.run.demo import demo_config, real_config
 from shoal.run.machine.memory import kept_bytes
 from shoal.run.prepare import prepare
 
-PROCESSES = {"trainer": "shoal.trainer.worker", "engine": "shoal.engine.http_server"}
+PROCESSES = {"trainer": "shoal.trainer.worker", "engine": "shoal.engine.server.http_server"}
 SHORT = ("train.steps=2", "train.groups_per_step=2", "eval.questions=4", "eval.every_steps=0", "rollout.max_tokens=12")
 """Few tokens, so that nearly all answers have the length that the plan counts."""
 CONFIGS: Mapping[str, tuple[bool, Sequence[str]]] = {

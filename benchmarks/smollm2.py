@@ -30,9 +30,9 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, LlamaFo
 from benchmarks import on_path, say
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.errors import ShoalError
 from shoal.model import MOST_LOGITS
 from shoal.model.loading import load_model

@@ -67,7 +67,7 @@ def engine_cpu_s() -> float:
     """Computing time of this process's engine process."""
     for children in Path("/proc/self/task").glob("*/children"):
         for pid in children.read_text().split():
-            if b"shoal.engine.http_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"shoal.engine.server.http_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
                 return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return 0.0

@@ -65,7 +65,7 @@ async def recorded_engine(model: Path, weights: Path) -> AsyncIterator[Record]:
     """An engine of a model behind a proxy that records. It takes weights from that folder."""
     token = secrets.token_urlsafe(16)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "shoal.engine.http_server", "--model", str(model), "--weights", str(weights)),
+        *(sys.executable, "-m", "shoal.engine.server.http_server", "--model", str(model), "--weights", str(weights)),
         *("--die-with-parent", "--threads", "1"),
         env={**os.environ, "SHOAL_ENGINE_TOKEN": token, "OMP_NUM_THREADS": "1"},
         stderr=asyncio.subprocess.PIPE,

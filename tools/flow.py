@@ -26,14 +26,14 @@ rollout.orchestrator:Orchestrator._start_one
     rollout.single_turn:SingleTurn.rollouts
       model.chat_template:ChatRenderer.prompt_ids
       rollout.single_turn:SingleTurn.completions
-        engine.pool:EnginePool.generate
-          engine.pool:EnginePool._generation
-            engine.http_client:HttpEngine.generate
-              engine.routes:EngineServer.generate @ GenerateRequest
-                engine.routes:EngineServer._answered
-                  engine.step_engine:StepEngine.submit
-                    engine.scheduler:Scheduler.add
-                engine.routes:_choice
+        engine.pool.engine_pool:EnginePool.generate
+          engine.pool.engine_pool:EnginePool._generation
+            engine.server.http_client:HttpEngine.generate
+              engine.server.routes:EngineServer.generate @ GenerateRequest
+                engine.server.routes:EngineServer._answered
+                  engine.compute.step_engine:StepEngine.submit
+                    engine.compute.scheduler:Scheduler.add
+                engine.server.routes:_choice
       model.chat_template:ChatRenderer.message
       reward.service:RewardService.score
         reward.service:RewardService.score_by
@@ -50,16 +50,16 @@ rollout.orchestrator:Orchestrator._start_one
                       reward.worker:reward_of
     experience.buffer:Buffer.add
       experience.log:insert_group
-engine.routes:EngineThread._run
-  engine.step_engine:StepEngine.step
-    engine.step_engine:StepEngine._compute
-      engine.step_engine:StepEngine._next_batch
-        engine.scheduler:Scheduler.plan
-        engine.batch:StepBatch
-      engine.batch:StepBatch.logits
-      engine.batch:sample
-      engine.step_engine:StepEngine._record
-        engine.step_engine:StepEngine._finish
+engine.server.routes:EngineThread._run
+  engine.compute.step_engine:StepEngine.step
+    engine.compute.step_engine:StepEngine._compute
+      engine.compute.step_engine:StepEngine._next_batch
+        engine.compute.scheduler:Scheduler.plan
+        engine.compute.batch:StepBatch
+      engine.compute.batch:StepBatch.logits
+      engine.compute.batch:sample
+      engine.compute.step_engine:StepEngine._record
+        engine.compute.step_engine:StepEngine._finish
 run.loop:TrainLoop.run
   run.loop:TrainLoop._step
     run.policy:Policy.take
@@ -151,7 +151,7 @@ gateway.server:Gateway._generate
     gateway.sessions:Session._begin
       gateway.sessions:Session._generate
         gateway.samplers:TrainedSampler.completion
-          engine.pool:EnginePool.generate
+          engine.pool.engine_pool:EnginePool.generate
           gateway.answer_text:AnswerText.add
         gateway.token_tree:TokenTree.commit
   gateway.completions:chat_body @ Reply
@@ -170,22 +170,22 @@ run.versions:ServedVersions.write
   weights.store:WeightStore.seal
   experience.buffer:Buffer.record_version
 run.versions:ServedVersions.load
-  engine.pool:EnginePool.update_weights
-    engine.pool:EnginePool._load
-      engine.pool_loading:Loader.loaded
-        engine.pool_loading:_load
-          engine.http_client:HttpEngine.update_weights
-            engine.routes:EngineServer.update_weights @ UpdateWeightsRequest
-              engine.weight_loading:WeightSlots.staged
-              engine.step_engine:StepEngine.update
+  engine.pool.engine_pool:EnginePool.update_weights
+    engine.pool.engine_pool:EnginePool._load
+      engine.pool.loading:Loader.loaded
+        engine.pool.loading:_load
+          engine.server.http_client:HttpEngine.update_weights
+            engine.server.routes:EngineServer.update_weights @ UpdateWeightsRequest
+              engine.compute.weight_loading:WeightSlots.staged
+              engine.compute.step_engine:StepEngine.update
   experience.buffer:Buffer.on_loaded
     experience.gate:AdmissionGate.on_loaded
   weights.store:WeightStore.remove_before
-engine.step_engine:StepEngine.step
-  engine.step_engine:StepEngine._load_or_drain
-    engine.weight_loading:WeightSlots.load
-    engine.step_engine:StepEngine._outdate
-      engine.scheduler:Scheduler.forget
+engine.compute.step_engine:StepEngine.step
+  engine.compute.step_engine:StepEngine._load_or_drain
+    engine.compute.weight_loading:WeightSlots.load
+    engine.compute.step_engine:StepEngine._outdate
+      engine.compute.scheduler:Scheduler.forget
 """
 
 FLOWS = {

@@ -35,7 +35,7 @@ from shoal.cli import main
 main()
 """
 MODULES = {
-    Role.ENGINE: "shoal.engine.http_server",
+    Role.ENGINE: "shoal.engine.server.http_server",
     Role.TRAINER: "shoal.trainer.worker",
     Role.REWARDS: "shoal.reward.worker",
     Role.DRAWER: "shoal.tasks.procedural_worker",

@@ -13,10 +13,10 @@ from statistics import fmean
 from torch import Tensor
 
 from shoal.config import Config
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Draft, Request
-from shoal.engine.step_engine import StepEngine
-from shoal.engine.weight_loading import StagedWeights
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Draft, Request
+from shoal.engine.compute.step_engine import StepEngine
+from shoal.engine.compute.weight_loading import StagedWeights
 from shoal.interfaces import Environment
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.loading import load_model

@@ -18,9 +18,9 @@ from experiments.tito.talks import Talk, changed, hold, ledger_row, misaligned, 
 from experiments.tito.words import Style, questions, tokenizer, warm_model
 from shoal.config import ModelConfig
 from shoal.config.training import GRPOLoss, TrainConfig
-from shoal.engine.options import EngineLimits
-from shoal.engine.step_engine import StepEngine
-from shoal.engine.weight_loading import StagedWeights
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.step_engine import StepEngine
+from shoal.engine.compute.weight_loading import StagedWeights
 from shoal.model.loading import load_model
 from shoal.trainer.advantage import advantages
 from shoal.trainer.trainer import Trainer

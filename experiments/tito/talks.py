@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from experiments.tito.words import Style, asked, renderer, right, tokenizer, whole
-from shoal.engine.request import Request
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.gateway.token_tree import Conversation, TokenTree
 from shoal.model.chat_template import ChatRenderer
 from shoal.trainer.advantage import rows

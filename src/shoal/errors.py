@@ -132,6 +132,10 @@ class EngineUnavailable(EngineError):
     http_status = 503
 
 
+class WrongAnswer(EngineUnavailable):
+    """An answer that no engine with the run's weights gives."""
+
+
 class SessionError(ShoalError):
     """A request that a session cannot serve."""
 

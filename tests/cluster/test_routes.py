@@ -16,8 +16,8 @@ from shoal import wire
 from shoal.cluster.engine_role import PullingFront
 from shoal.cluster.files import FileShelf, Stretch
 from shoal.cluster.registry import RunInfo
-from shoal.engine.http_client import HttpEngine
-from shoal.engine.router import engine_app
+from shoal.engine.server.http_client import HttpEngine
+from shoal.engine.server.router import engine_app
 from shoal.net.client import Client, authorization
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from engine_models import plain, saved
 from engine_server import PROMPT, serving
-from shoal.engine.adapters import FILE, PREFIX, SETTINGS, UNSUPPORTED
-from shoal.engine.http_client import HttpEngine
-from shoal.engine.options import EngineLimits, OnUpdate
-from shoal.engine.request import Request, scoring
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.adapters import FILE, PREFIX, SETTINGS, UNSUPPORTED
+from shoal.engine.compute.options import EngineLimits, OnUpdate
+from shoal.engine.compute.request import Request, scoring
+from shoal.engine.compute.step_engine import StepEngine
+from shoal.engine.server.http_client import HttpEngine
 from shoal.errors import RequestRefused
 from shoal.model.loading import load_model
 from shoal.types import FinishReason, Sampling

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from engine_models import plain, saved
-from shoal.engine import attention
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute import attention
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 

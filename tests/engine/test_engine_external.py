@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine import canary
-from shoal.engine.external_server import ForeignEngine
-from shoal.engine.pool import EnginePool
-from shoal.engine.protocol import VersionSpan
-from shoal.engine.server_adapter import (
+from shoal.engine.external.external_server import ForeignEngine
+from shoal.engine.external.server_adapter import (
     Abilities,
     Asked,
     SampledCompletion,
@@ -20,6 +17,9 @@ from shoal.engine.server_adapter import (
     counted,
     finish_reason,
 )
+from shoal.engine.pool import canary
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.server.protocol import VersionSpan
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.types import Completion, FinishReason, Sampling
 from until import until

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from chat_templates import STYLES, tokenizer
 from engine_models import plain, saved
-from shoal.engine.logit_rules import LEAST_SHARE, Grammars, RuledLogits, _allowed
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request, scoring
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.logit_rules import LEAST_SHARE, Grammars, RuledLogits, _allowed
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Request, scoring
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.interfaces import LogitRules
 from shoal.model.loading import load_model
 from shoal.model.routing import Routing

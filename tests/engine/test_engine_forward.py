@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_models import plain, saved
-from shoal.engine.forward import DirectForward, ModuleForward, forward_of
+from shoal.engine.compute.forward import DirectForward, ModuleForward, forward_of
 from shoal.model.loading import load_model
 from shoal.model.packed import PackedRows
 from shoal.model.prefix_tree import prefix_tree

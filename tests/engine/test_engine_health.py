@@ -7,10 +7,10 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request
-from shoal.engine.routes import EngineServer
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
+from shoal.engine.server.routes import EngineServer
 from shoal.model.loading import load_model
 
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
-from shoal.engine.batch import SamplingRows, sample
-from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
-from shoal.engine.request import Draft, Request, Uniforms, scoring
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.batch import SamplingRows, sample
+from shoal.engine.compute.options import EngineLimits, OnUpdate, PauseMode
+from shoal.engine.compute.request import Draft, Request, Uniforms, scoring
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
 from shoal.model.loading import load_model

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine_models import saved
-from shoal.engine.kv_cache import KVCache
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request
-from shoal.engine.scheduler import Scheduler, SequenceState, StepPlan
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.kv_cache import KVCache
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.scheduler import Scheduler, SequenceState, StepPlan
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 
@@ -95,7 +95,7 @@ def test_storage_never_exceeds_its_budget_by_more_than_one_layer(
 ) -> None:
     generator, budget, memory = random.Random(seed), LONGEST + spare_tokens, Memory()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("shoal.engine.kv_cache.zeros_on_demand", memory.zeros)
+        patched.setattr("shoal.engine.compute.kv_cache.zeros_on_demand", memory.zeros)
         cache = KVCache(LONGEST, budget)
         scheduler: Scheduler[SequenceState] = Scheduler(
             max_running=max_running,
@@ -142,7 +142,7 @@ def test_an_exhausted_budget_preempts_instead_of_growing(tmp_path: Path, monkeyp
     roomy, expected = answered(path, EngineLimits(LONGEST, max_running=16))
     assert roomy.preemptions == 0
     memory = Memory()
-    monkeypatch.setattr("shoal.engine.kv_cache.zeros_on_demand", memory.zeros)
+    monkeypatch.setattr("shoal.engine.compute.kv_cache.zeros_on_demand", memory.zeros)
     limits = EngineLimits(LONGEST, max_running=16, kv_tokens=budget, prefix_cache_bytes=0)
     scarce, found = answered(path, limits)
     assert found == expected

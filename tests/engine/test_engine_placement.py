@@ -5,9 +5,9 @@ from math import ceil
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.engine.http_client import HttpEngine
-from shoal.engine.pool_routing import BOUND, chosen, preference, waves
-from shoal.engine.replica import Replica, ReplicaState
+from shoal.engine.pool.replica import Replica, ReplicaState
+from shoal.engine.pool.routing import BOUND, chosen, preference, waves
+from shoal.engine.server.http_client import HttpEngine
 
 NAMES = [f"http://10.0.0.{i}:8000" for i in range(12)]
 KEYS = st.binary(min_size=1, max_size=32)

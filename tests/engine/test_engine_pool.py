@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_server import TOKEN, changed_weights, serving
-from shoal.engine.http_client import HttpEngine
-from shoal.engine.pool import EnginePool
-from shoal.engine.protocol import ScoreResponse
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.server.http_client import HttpEngine
+from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling

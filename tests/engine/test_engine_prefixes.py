@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.engine.prefixes import PrefixCache
+from shoal.engine.compute.prefixes import PrefixCache
 from shoal.model.prefix_tree import shared_length
 
 rows = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
-from shoal.engine.batch import SamplingRows, sample
-from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
-from shoal.engine.request import Draft, Request, Uniforms
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.batch import SamplingRows, sample
+from shoal.engine.compute.options import EngineLimits, OnUpdate, PauseMode
+from shoal.engine.compute.request import Draft, Request, Uniforms
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.errors import EngineUnavailable
 from shoal.model.loading import load_model
 from shoal.types import FinishReason, Sampling

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.engine.detect_server import connect
-from shoal.engine.http_client import HttpEngine
+from shoal.engine.external.detect_server import connect
+from shoal.engine.server.http_client import HttpEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.net.client import Client, exchange, session
 from shoal.types import Sampling

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.batch import CANDIDATES, SamplingRows, sample
-from shoal.engine.request import Uniforms
+from shoal.engine.compute.batch import CANDIDATES, SamplingRows, sample
+from shoal.engine.compute.request import Uniforms
 from shoal.types import Sampling
 
 samplings = st.builds(

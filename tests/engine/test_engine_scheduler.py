@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from shoal.engine.scheduler import Scheduler, SequenceState, StepPlan
+from shoal.engine.compute.scheduler import Scheduler, SequenceState, StepPlan
 
 MAX_MODEL_LEN = 24
 

@@ -17,10 +17,10 @@ from external_engine import (
     more_drawn,
 )
 from sglang_contract import contract
-from shoal.engine import canary
-from shoal.engine.external_server import UNKNOWN, ForeignEngine
-from shoal.engine.pool import EnginePool
-from shoal.engine.server_adapter import StopMode
+from shoal.engine.external.external_server import UNKNOWN, ForeignEngine
+from shoal.engine.external.server_adapter import StopMode
+from shoal.engine.pool import canary
+from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.types import FinishReason, Sampling
 from shoal.weights.store import WeightStore

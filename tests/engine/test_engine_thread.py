@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
-from shoal.engine.request import Request
-from shoal.engine.routes import EngineServer, EngineThread
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.options import EngineLimits, OnUpdate, PauseMode
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
+from shoal.engine.server.routes import EngineServer, EngineThread
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 from until import until

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from test_engine_pool import CountingEngine, true_answer
 
-from shoal.engine.named_models import MOST_ADAPTERS, NamedModel, NumberedWeights
-from shoal.engine.pool import EnginePool
-from shoal.engine.protocol import ScoreResponse
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.named_models import MOST_ADAPTERS, NamedModel, NumberedWeights
+from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import ADAPTER_FILE, MODEL_FILE
 from shoal.types import Completion, Sampling

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_pool import NOWHERE, CountingEngine, SilentEngine, true_answer, watched
 
-from shoal.engine import canary
-from shoal.engine.answers import AnswerRules
-from shoal.engine.http_client import HttpEngine
-from shoal.engine.pool import EnginePool
-from shoal.engine.replica import ReplicaState
+from shoal.engine.pool import canary
+from shoal.engine.pool.answers import AnswerRules
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.replica import ReplicaState
+from shoal.engine.server.http_client import HttpEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling

@@ -10,7 +10,7 @@ from train_runs import children, events, start, wait_for_steps
 def test_a_killed_engine_is_started_again_and_the_run_loses_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
     run = start(tmp_path, tiny_model_dir, "--train.steps=30", "--json")
     wait_for_steps(tmp_path / "run", 5, run)
-    (engine,) = children(run, "shoal.engine.http_server")
+    (engine,) = children(run, "shoal.engine.server.http_server")
     engine.kill()
     out, err = run.communicate(timeout=200)
     assert run.returncode == 0, err

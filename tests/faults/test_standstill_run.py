@@ -11,7 +11,7 @@ from train_runs import children, events, start, wait_for_steps
 def test_a_stopped_engine_is_started_again_and_the_run_loses_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
     run = start(tmp_path, tiny_model_dir, "--stall_s=5", "--train.steps=12", "--json")
     wait_for_steps(tmp_path / "run", 3, run)
-    (engine,) = children(run, "shoal.engine.http_server")
+    (engine,) = children(run, "shoal.engine.server.http_server")
     engine.send_signal(signal.SIGSTOP)
     out, err = run.communicate(timeout=400)
     assert run.returncode == 0, err

@@ -19,7 +19,7 @@ LEAVING_S = 10.0
     ("told", "stopped"),
     [
         (signal.SIGINT, ()),
-        (signal.SIGTERM, ("shoal.engine.http_server",)),
+        (signal.SIGTERM, ("shoal.engine.server.http_server",)),
         (signal.SIGTERM, ("shoal.trainer.worker", "shoal.reward.worker")),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import child_environment
 from benchmarks.echo import CONTEXT, tokenizer
-from shoal.engine.http_client import HttpEngine
+from shoal.engine.server.http_client import HttpEngine
 from shoal.gateway.server import Gateway
 from shoal.model.chat_template import ChatRenderer
 from shoal.net.server import serving

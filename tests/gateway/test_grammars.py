@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from chat_templates import STYLES, renderer, tokenizer
-from shoal.engine.logit_rules import Grammars
+from shoal.engine.compute.logit_rules import Grammars
 from shoal.gateway.grammars import answer_grammar
 
 SCHEMA = {

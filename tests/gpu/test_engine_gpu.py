@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request, scoring
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Request, scoring
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 

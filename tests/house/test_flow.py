@@ -27,8 +27,8 @@ def test_each_hop_of_a_flow_is_a_call_or_names_what_its_caller_names(title: str)
             "run.loop:TrainLoop.run does not call _record_and_train",
         ),
         (
-            "engine.http_client:HttpEngine.generate\n  engine.routes:EngineServer.score @ /nowhere",
-            "HttpEngine.generate and engine.routes do not both name /nowhere",
+            "engine.server.http_client:HttpEngine.generate\n  engine.server.routes:EngineServer.score @ /nowhere",
+            "HttpEngine.generate and engine.server.routes do not both name /nowhere",
         ),
     ],
 )

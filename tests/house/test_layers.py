@@ -30,7 +30,7 @@ LAYERS = (
     {"run"},
     {"cli"},
 )
-FLOORS = {"swarm": ("wire", "trust", "strategy")}
+FLOORS = {"engine": ("compute", "server", "pool", "external"), "swarm": ("wire", "trust", "strategy")}
 """Folders of a room, the lowest first: each imports itself and lower ones only, and nothing else of its room."""
 LAYER_OF = {room: layer for layer, rooms in enumerate(LAYERS) for room in rooms}
 
@@ -116,8 +116,11 @@ def test_a_planted_violation_is_found(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("engine.pool", "from shoal.engine.scheduler import plan\nfrom . import sampling\nfrom ..types import Group"),
-        ("run", "from shoal import experience as buffer, config\nimport shoal.engine.pool, json"),
+        (
+            "engine.pool",
+            "from shoal.engine.scheduler import plan\nfrom . import sampling\nfrom ..types import Group",
+        ),
+        ("run", "from shoal import experience as buffer, config\nimport shoal.engine.pool.engine_pool, json"),
     ],
 )
 def test_lower_layers_and_the_own_folder_are_free(module: str, source: str) -> None:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from engine_models import plain, saved
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import Request
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.model.attention import MOST_SCORES, with_sinks
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs

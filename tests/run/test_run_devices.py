@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from environ import environment_of
 from shoal.config import Config, parse
-from shoal.engine.pool import EnginePool
+from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ConfigError
 from shoal.run.commands.plan import plan
 from shoal.run.engines import EngineSettings, OwnEngines, _Keeper

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from shoal.config import parse
-from shoal.engine.pool import EnginePool
+from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.clock import run_virtual
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.launch import engine_child
+from shoal.engine.server.launch import engine_child
 from shoal.errors import StoodStill
 from shoal.run.engines import OwnEngines
 from shoal.run.standstill import FRUITLESS, STANDSTILLS, watch_progress

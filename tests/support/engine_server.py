@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
-from shoal.engine.http_client import HttpEngine
+from shoal.engine.server.http_client import HttpEngine
 from shoal.net.process import receive_frame, send_frame, torch_environment
 from shoal.weights.store import WeightStore
 
@@ -53,7 +53,7 @@ def serving(model: Path, *arguments: str, weights: Path | None = None) -> Iterat
     ours, theirs = socket.socketpair()
     given = ["--model", str(model), "--weights", str(weights or tempfile.gettempdir()), "--fd", str(theirs.fileno())]
     process = subprocess.Popen(
-        [sys.executable, "-m", "shoal.engine.http_server", *given, *arguments],
+        [sys.executable, "-m", "shoal.engine.server.http_server", *given, *arguments],
         pass_fds=[theirs.fileno()],
         env=torch_environment(1),
     )

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.engine import canary
-from shoal.engine.detect_server import connect
-from shoal.engine.external_server import ForeignEngine
-from shoal.engine.weight_loading import weight_file
+from shoal.engine.compute.weight_loading import weight_file
+from shoal.engine.external.detect_server import connect
+from shoal.engine.external.external_server import ForeignEngine
+from shoal.engine.pool import canary
 from shoal.errors import RequestRefused
 from shoal.interfaces import Engine
 from shoal.model.loading import load_model

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_templates import renderer
-from shoal.engine.pool import EnginePool
+from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import EngineUnavailable
 from shoal.gateway.server import Gateway
 from shoal.interfaces import Engine, EngineInfo, LogitRules, ServedToken, ServedTokens

@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from engine_server import TOKEN
-from shoal.engine import protocol
-from shoal.engine.http_client import HttpEngine
+from shoal.engine.server import protocol
+from shoal.engine.server.http_client import HttpEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.net.client import Client
 

@@ -18,7 +18,7 @@ from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, steppe
 from tinker_server import KEYS, tinker_serving
 from train_runs import children
 
-ENGINE, WORKER = "shoal.engine.http_server", "shoal.trainer.worker"
+ENGINE, WORKER = "shoal.engine.server.http_server", "shoal.trainer.worker"
 pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -92,7 +92,7 @@ def test_clients_of_two_keys_learn_and_sample_at_once_each_with_its_own_adapter(
             for sequence in answer.result(TIMEOUT_S).sequences:
                 own = logprobs(client, [*TOKENS[:2], *sequence.tokens])[1:]
                 assert list(sequence.logprobs or []) == pytest.approx(own, abs=1e-4)
-    assert len(children(server.process, "shoal.engine.http_server")) == 1
+    assert len(children(server.process, "shoal.engine.server.http_server")) == 1
 
 
 def test_gradients_of_clients_computed_together_are_each_ones_own(service: tinker.ServiceClient) -> None:

@@ -12,9 +12,9 @@ from engine_models import saved
 from pairwise import Case, covering, title
 from quantised_files import published_gpt_oss, write_gguf
 from shoal.config import Config, parse
-from shoal.engine.options import EngineLimits
-from shoal.engine.request import scoring
-from shoal.engine.step_engine import StepEngine
+from shoal.engine.compute.options import EngineLimits
+from shoal.engine.compute.request import scoring
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.errors import ConfigError, TrainerError
 from shoal.model.loading import load_model
 from shoal.model.renderer_loading import local_directory

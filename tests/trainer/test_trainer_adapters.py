@@ -13,7 +13,7 @@ from engine_models import saved
 from engine_server import PROMPT, serving
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
-from shoal.engine.weight_loading import ADAPTER_FILE, WeightSlots
+from shoal.engine.compute.weight_loading import ADAPTER_FILE, WeightSlots
 from shoal.errors import ConfigError, RequestRefused
 from shoal.model.loading import load_model
 from shoal.trainer.trainer import Trainer

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from engine_models import saved
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
-from shoal.engine.weight_loading import WeightSlots
+from shoal.engine.compute.weight_loading import WeightSlots
 from shoal.errors import RequestRefused
 from shoal.model.loading import load_model
 from shoal.trainer.trainer import Trainer

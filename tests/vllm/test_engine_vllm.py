@@ -18,12 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from external_engine import BOUND_NATS, adapters_under_way, asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from joining import TOKEN, joining
 from shoal import wire
-from shoal.engine import canary
-from shoal.engine.detect_server import connect
-from shoal.engine.external_server import ForeignEngine
-from shoal.engine.pool import EnginePool
-from shoal.engine.server_adapter import Abilities, StopMode
-from shoal.engine.vllm import VLLM
+from shoal.engine.external.detect_server import connect
+from shoal.engine.external.external_server import ForeignEngine
+from shoal.engine.external.server_adapter import Abilities, StopMode
+from shoal.engine.external.vllm import VLLM
+from shoal.engine.pool import canary
+from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.experience.audit import audit
 from shoal.experience.log import BODY_BYTES, snapshot

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from shoal.cluster.registry import EngineRole, OtherRun, RunInfo, first_info, run_info
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine import protocol
-from shoal.engine.detect_server import connect
-from shoal.engine.launch import engine_child
-from shoal.engine.replica import PoolEngine
-from shoal.engine.router import engine_app
+from shoal.engine.external.detect_server import connect
+from shoal.engine.pool.replica import PoolEngine
+from shoal.engine.server import protocol
+from shoal.engine.server.launch import engine_child
+from shoal.engine.server.router import engine_app
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.net.client import Client

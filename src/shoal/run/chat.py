@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shoal.config import Config
-from shoal.engine.launch import engine_child
+from shoal.engine.server.launch import engine_child
 from shoal.errors import RunDirError, SessionError
 from shoal.interfaces import Engine, Renderer
 from shoal.model.renderer_loading import load_renderer

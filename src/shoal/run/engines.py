@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TypeAlias
 
 from shoal.cluster.registry import EngineRole
-from shoal.engine.answers import MOST_TOKENS, AnswerRules
-from shoal.engine.detect_server import connect
-from shoal.engine.http_client import HttpEngine, PullingEngine
-from shoal.engine.launch import EngineChild, engine_child
-from shoal.engine.pool import EnginePool
+from shoal.engine.external.detect_server import connect
+from shoal.engine.pool.answers import MOST_TOKENS, AnswerRules
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.server.http_client import HttpEngine, PullingEngine
+from shoal.engine.server.launch import EngineChild, engine_child
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
 from shoal.model.file_sizes import sizes_of
 from shoal.net.process import GRACE_S, Child

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shoal.config import EngineConfig, ModelConfig
 from shoal.config.settings import EMBEDDED
-from shoal.engine.launch import engine_child
-from shoal.engine.pool import EnginePool
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.server.launch import engine_child
 from shoal.errors import ChildDied, ModelError, SessionError
 from shoal.gateway.request_log import OnRequest
 from shoal.gateway.server import Gateway

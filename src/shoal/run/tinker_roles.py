@@ -10,9 +10,9 @@ from pydantic import JsonValue
 from shoal.cluster.rank_group import RankGroup
 from shoal.cluster.registry import EngineRole, RunInfo
 from shoal.config import Config, parse
-from shoal.engine.http_client import PullingEngine
-from shoal.engine.named_models import NumberedWeights
-from shoal.engine.pool import EnginePool
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.named_models import NumberedWeights
+from shoal.engine.server.http_client import PullingEngine
 from shoal.errors import ConfigError
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.run.roles import kept_identity, launched, registry, run_server, run_token

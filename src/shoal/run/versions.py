@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.engine import canary
+from shoal.engine.pool import canary
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import Engine
 from shoal.run.prepare import Prepared

@@ -5,10 +5,10 @@ import math
 from pathlib import Path
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.launch import EngineChild, engine_child
-from shoal.engine.named_models import NamedModel, NumberedWeights
-from shoal.engine.pool import EnginePool
-from shoal.engine.pool_members import PATIENCE_S
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.members import PATIENCE_S
+from shoal.engine.pool.named_models import NamedModel, NumberedWeights
+from shoal.engine.server.launch import EngineChild, engine_child
 from shoal.tinker.models_trainer import ServerSettings
 
 START_TIMEOUT_S = 300.0

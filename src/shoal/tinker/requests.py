@@ -13,7 +13,7 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from msgspec import Meta, Raw
 
-from shoal.engine.protocol import MAX_BODY_BYTES
+from shoal.engine.server.protocol import MAX_BODY_BYTES
 from shoal.net.server import Refused, decoded
 from shoal.tinker.store import MOST_TTL_S
 from shoal.trainer.messages import Adam

@@ -8,9 +8,9 @@ from itertools import pairwise
 import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
-from shoal.engine.named_models import NamedModel
-from shoal.engine.pool import EnginePool
-from shoal.engine.protocol import ScoreResponse
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.named_models import NamedModel
+from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import RequestRefused
 from shoal.model.chat_template import ChatRenderer
 from shoal.tinker.requests import MOST_RANKED_CELLS, ListedTokens, SampleBody, SamplingBody

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from shoal.engine.named_models import NumberedWeights
-from shoal.engine.pool import EnginePool
+from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.named_models import NumberedWeights
 from shoal.errors import RequestRefused
 from shoal.model.renderer_loading import load_renderer
 from shoal.tinker.engines import BaseEngines

@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from shoal.engine.adapters import NamedAdapter
-from shoal.engine.batch import StepBatch, sample
-from shoal.engine.forward import forward_of
-from shoal.engine.kv_cache import KVCache, StoredKV
-from shoal.engine.options import EngineLimits, OnUpdate, PauseMode
-from shoal.engine.prefixes import PrefixCache
-from shoal.engine.request import Draft, Request, drafts_of
-from shoal.engine.scheduler import Scheduler
-from shoal.engine.weight_loading import StagedWeights, WeightSlots
+from shoal.engine.compute.adapters import NamedAdapter
+from shoal.engine.compute.batch import StepBatch, sample
+from shoal.engine.compute.forward import forward_of
+from shoal.engine.compute.kv_cache import KVCache, StoredKV
+from shoal.engine.compute.options import EngineLimits, OnUpdate, PauseMode
+from shoal.engine.compute.prefixes import PrefixCache
+from shoal.engine.compute.request import Draft, Request, drafts_of
+from shoal.engine.compute.scheduler import Scheduler
+from shoal.engine.compute.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.model.routing import Routing, routers_of

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterable
 
-from shoal.engine.request import Request
+from shoal.engine.compute.request import Request
 from shoal.interfaces import ServedToken, ServedTokens
 
 

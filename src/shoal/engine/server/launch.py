@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Self
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.http_client import HttpEngine
+from shoal.engine.server.http_client import HttpEngine
 from shoal.net.process import Child, torch_environment
 
 PRODUCTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "512"}
@@ -40,7 +40,9 @@ def engine_child(
     weights: Path | None = None,
     record_routing: bool = False,
 ) -> EngineChild:
-    """Child that runs `python -m shoal.engine.http_server`; it loads weights from `model_dir` or below `weights`.
+    """Child that runs `python -m shoal.engine.server.http_server`.
+
+    It loads weights from `model_dir` or below `weights`.
 
     `gpu` names the visible GPU, as in CUDA_VISIBLE_DEVICES; without it the child sees the GPUs of this process.
     """
@@ -57,4 +59,4 @@ def engine_child(
     arguments = ["--die-with-parent", *(f"--{name}={value}" for name, value in options.items() if value is not None)]
     arguments += ["--record-routing"] if record_routing else []
     environment = torch_environment(threads, [gpu] if gpu else []) | PRODUCTS
-    return EngineChild(name, "shoal.engine.http_server", arguments, log, environment)
+    return EngineChild(name, "shoal.engine.server.http_server", arguments, log, environment)

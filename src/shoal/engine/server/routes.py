@@ -22,14 +22,14 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from shoal.engine import protocol
-from shoal.engine.logit_rules import Grammars, RuledLogits, check_rules
-from shoal.engine.options import PauseMode
-from shoal.engine.request import Draft, Request, scoring
-from shoal.engine.router import engine_app
-from shoal.engine.step_engine import COUNTERS, GAUGES, StepEngine
-from shoal.engine.token_stream import TokenStream, pass_on
-from shoal.engine.weight_loading import check_below, weight_file
+from shoal.engine.compute.logit_rules import Grammars, RuledLogits, check_rules
+from shoal.engine.compute.options import PauseMode
+from shoal.engine.compute.request import Draft, Request, scoring
+from shoal.engine.compute.step_engine import COUNTERS, GAUGES, StepEngine
+from shoal.engine.compute.weight_loading import check_below, weight_file
+from shoal.engine.server import protocol
+from shoal.engine.server.router import engine_app
+from shoal.engine.server.token_stream import TokenStream, pass_on
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
 from shoal.interfaces import EngineInfo, LogitRules
 from shoal.net.server import HANDLERS, body, decoded, exposition, json, refusal

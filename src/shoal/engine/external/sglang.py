@@ -11,8 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from shoal.engine.protocol import VersionSpan
-from shoal.engine.server_adapter import (
+from shoal.engine.external.server_adapter import (
     Abilities,
     Asked,
     HttpAdapter,
@@ -21,6 +20,7 @@ from shoal.engine.server_adapter import (
     finish_reason,
     numbered,
 )
+from shoal.engine.server.protocol import VersionSpan
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.net.client import words
 from shoal.types import Sampling

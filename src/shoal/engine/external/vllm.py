@@ -14,8 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.protocol import GeneratedChoice, GenerateResponse
-from shoal.engine.server_adapter import (
+from shoal.engine.external.server_adapter import (
     Abilities,
     Asked,
     HttpAdapter,
@@ -24,6 +23,7 @@ from shoal.engine.server_adapter import (
     finish_reason,
     numbered,
 )
+from shoal.engine.server.protocol import GeneratedChoice, GenerateResponse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.net.client import words
 from shoal.types import Sampling

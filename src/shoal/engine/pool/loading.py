@@ -4,11 +4,11 @@ import asyncio
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.engine.answers import AnswerRules, WrongAnswer, check_info, check_scores
-from shoal.engine.canary import canary_of
-from shoal.engine.named_models import NamedModel, NumberedWeights, ReplicaAdapters
-from shoal.engine.replica import PoolEngine, Replica, ReplicaState, within
-from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.engine.pool.answers import AnswerRules, check_info, check_scores
+from shoal.engine.pool.canary import canary_of
+from shoal.engine.pool.named_models import NamedModel, NumberedWeights, ReplicaAdapters
+from shoal.engine.pool.replica import PoolEngine, Replica, ReplicaState, within
+from shoal.errors import EngineUnavailable, RequestRefused, WrongAnswer
 
 UPDATE_TIMEOUT_S = 900.0
 

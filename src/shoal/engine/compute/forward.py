@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from shoal.engine.adapters import AdaptedRows, Products
+from shoal.engine.compute.adapters import AdaptedRows, Products
 from shoal.model import family
 from shoal.model.family import Layout
 from shoal.model.product import Product

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from shoal.engine.protocol import VersionSpan
+from shoal.engine.server.protocol import VersionSpan
 from shoal.errors import EngineUnavailable
 from shoal.net.client import Client
 from shoal.types import FinishReason, Sampling

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import ceil
 
-from shoal.engine.replica import Replica, ReplicaState
+from shoal.engine.pool.replica import Replica, ReplicaState
 from shoal.interfaces import EngineInfo
 
 BOUND = 1.25

@@ -6,9 +6,8 @@ from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
 
-from shoal.engine import protocol
-from shoal.engine.answers import WrongAnswer
-from shoal.errors import EngineUnavailable
+from shoal.engine.server import protocol
+from shoal.errors import EngineUnavailable, WrongAnswer
 from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.net.client import Client, words
 from shoal.types import Completion, FinishReason, Sampling

@@ -7,9 +7,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from shoal.engine.adapters import NamedAdapter
-from shoal.engine.logit_rules import RuledLogits, Top
-from shoal.engine.scheduler import SequenceState
+from shoal.engine.compute.adapters import NamedAdapter
+from shoal.engine.compute.logit_rules import RuledLogits, Top
+from shoal.engine.compute.scheduler import SequenceState
 from shoal.errors import RequestRefused
 from shoal.model import UNKNOWN
 from shoal.types import FinishReason, Sampling

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from shoal.engine.server_adapter import ServerAdapter
+from shoal.engine.external.server_adapter import ServerAdapter
 from shoal.errors import ConfigError
 
 PREFIX = "shoal-"

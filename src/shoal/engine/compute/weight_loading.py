@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal import files
-from shoal.engine.adapters import FILE as ADAPTER_FILE
-from shoal.engine.adapters import NamedAdapter, Products, joint_pairs, low_rank_pairs
+from shoal.engine.compute.adapters import FILE as ADAPTER_FILE
+from shoal.engine.compute.adapters import NamedAdapter, Products, joint_pairs, low_rank_pairs
 from shoal.errors import ModelError, RequestRefused
 from shoal.model.checkpoint_names import model_tensors
 from shoal.model.tensor_files import TensorFiles

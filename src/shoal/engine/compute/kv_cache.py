@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.engine.scheduler import SequenceState
+from shoal.engine.compute.scheduler import SequenceState
 
 SMALLEST_CAPACITY = 32
 """Tokens. With widely varying lengths, 32 samples 23 % more tokens/s than 128 (128 rows, 5M parameters, one core),

@@ -1,6 +1,6 @@
 """Pool of engines behind the Protocol of one engine.
 
-    request      goes to the replica that its session prefers (pool_routing.py); when it fails, to the next
+    request      goes to the replica that its session prefers (routing.py); when it fails, to the next
     aborted      an aborted answer continues elsewhere: the pool sends prompt and sampled tokens, never to a
                  replica with older weights than its last token; the same holds for later calls of its session
     new weights  are loaded replica by replica, so generation never stops as a whole
@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from shoal.engine.answers import AskedTokens, WrongAnswer, check_completions, check_info, check_scores
-from shoal.engine.named_models import NamedModel
-from shoal.engine.pool_members import LONGEST_BACKOFF_S, PoolMembers
-from shoal.engine.pool_routing import chosen, oldest_served, session_key, summed, waves
-from shoal.engine.protocol import ScoreResponse
-from shoal.engine.replica import FAILURES_IN_A_ROW, Replica, ReplicaState, within
-from shoal.errors import EngineError, EngineUnavailable, RequestRefused
+from shoal.engine.pool.answers import AskedTokens, check_completions, check_info, check_scores
+from shoal.engine.pool.members import LONGEST_BACKOFF_S, PoolMembers
+from shoal.engine.pool.named_models import NamedModel
+from shoal.engine.pool.replica import FAILURES_IN_A_ROW, Replica, ReplicaState, within
+from shoal.engine.pool.routing import chosen, oldest_served, session_key, summed, waves
+from shoal.engine.server.protocol import ScoreResponse
+from shoal.errors import EngineError, EngineUnavailable, RequestRefused, WrongAnswer
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 

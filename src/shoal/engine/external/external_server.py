@@ -23,12 +23,18 @@ from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
 
-from shoal.engine import canary
-from shoal.engine.answers import WrongAnswer
-from shoal.engine.named_versions import NamedVersions
-from shoal.engine.protocol import ScoreResponse, VersionSpan, versions_of
-from shoal.engine.server_adapter import Asked, SampledCompletion, ServerAdapter, ServerCounters, StopMode, numbered
-from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.engine.external.named_versions import NamedVersions
+from shoal.engine.external.server_adapter import (
+    Asked,
+    SampledCompletion,
+    ServerAdapter,
+    ServerCounters,
+    StopMode,
+    numbered,
+)
+from shoal.engine.pool import canary
+from shoal.engine.server.protocol import ScoreResponse, VersionSpan, versions_of
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, WrongAnswer
 from shoal.files import ADAPTER_FILE
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling

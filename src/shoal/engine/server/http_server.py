@@ -1,8 +1,8 @@
-"""Engine process: `python -m shoal.engine.http_server --model DIR [--port 0] [--weights DIR]`.
+"""Engine process: `python -m shoal.engine.server.http_server --model DIR [--port 0] [--weights DIR]`.
 
-The process serves `shoal.engine.routes` to clients with its token, by default on loopback. A parent sends the token as
-a frame over the socket `--fd`, and gets the URL in answer when the engine is ready. An engine started by hand reads the
-token from the environment (`SHOAL_ENGINE_TOKEN`), or makes one and prints it.
+The process serves `routes` to clients with its token, by default on loopback. A parent sends the token as a frame over
+the socket `--fd`, and gets the URL in answer when the engine is ready. An engine started by hand reads the token from
+the environment (`SHOAL_ENGINE_TOKEN`), or makes one and prints it.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal import files
-from shoal.engine.http_client import TOKEN_VARIABLE
-from shoal.engine.options import EngineLimits, OnUpdate
+from shoal.engine.compute.options import EngineLimits, OnUpdate
+from shoal.engine.server.http_client import TOKEN_VARIABLE
 from shoal.errors import ConfigError, ShoalError
 from shoal.net.listening import listening_socket
 from shoal.net.process import die_with_parent, loading, receive_frame, send_frame
 from shoal.net.server import serving
 
 if TYPE_CHECKING:
-    from shoal.engine.step_engine import StepEngine
+    from shoal.engine.compute.step_engine import StepEngine
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _serve(engine: "StepEngine", listening: socket.socket, options: argparse.Namespace) -> int:
-    from shoal.engine.routes import EngineServer
+    from shoal.engine.server.routes import EngineServer
 
     stopping, failures = asyncio.Event(), list[BaseException]()
 
@@ -72,8 +72,8 @@ async def _serve(engine: "StepEngine", listening: socket.socket, options: argpar
 def _engine(options: argparse.Namespace) -> "StepEngine":
     import torch
 
-    from shoal.engine.step_engine import StepEngine
-    from shoal.engine.weight_loading import weight_file
+    from shoal.engine.compute.step_engine import StepEngine
+    from shoal.engine.compute.weight_loading import weight_file
     from shoal.model.loading import load_model, resolve_device
 
     torch.set_num_threads(options.threads)
@@ -107,7 +107,7 @@ def _engine(options: argparse.Namespace) -> "StepEngine":
 
 def _folders_of(model: Path) -> list[Path]:
     """Folders of a model's own weights: the cache of the Hugging Face hub links to another folder."""
-    from shoal.engine.weight_loading import weight_file
+    from shoal.engine.compute.weight_loading import weight_file
 
     return [model, weight_file(model).resolve().parent] if model.is_dir() else []
 
@@ -127,7 +127,7 @@ def _token(fd: int | None) -> tuple[str, Callable[[str], object]]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m shoal.engine.http_server")
+    parser = argparse.ArgumentParser(prog="python -m shoal.engine.server.http_server")
     defaults = EngineLimits(max_model_len=2)
     parser.add_argument("--model", required=True, help="Hugging Face directory or hub name")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])

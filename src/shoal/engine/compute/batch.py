@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shoal.engine.adapters import AdaptedRows
-from shoal.engine.attention import CachedRows, ChunkRows, DecodeRows
-from shoal.engine.kv_cache import KVCache
-from shoal.engine.logit_rules import LEAST_SHARE, reported
-from shoal.engine.request import Draft
-from shoal.engine.scheduler import Chunk, StepPlan
+from shoal.engine.compute.adapters import AdaptedRows
+from shoal.engine.compute.attention import CachedRows, ChunkRows, DecodeRows
+from shoal.engine.compute.kv_cache import KVCache
+from shoal.engine.compute.logit_rules import LEAST_SHARE, reported
+from shoal.engine.compute.request import Draft
+from shoal.engine.compute.scheduler import Chunk, StepPlan
 from shoal.types import Sampling
 
 if TYPE_CHECKING:
-    from shoal.engine.forward import Forward
+    from shoal.engine.compute.forward import Forward
 
 CANDIDATES = 256  # nearly all truncated rows keep fewer tokens than this, and then need no full sort
 OFF = 2**31  # top_k of rows without a limit

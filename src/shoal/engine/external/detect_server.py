@@ -6,12 +6,12 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.engine.external_server import ForeignEngine
-from shoal.engine.http_client import TOKEN_VARIABLE, HttpEngine
-from shoal.engine.replica import PoolEngine
-from shoal.engine.server_adapter import Models
-from shoal.engine.sglang import SGLang
-from shoal.engine.vllm import VLLM
+from shoal.engine.external.external_server import ForeignEngine
+from shoal.engine.external.server_adapter import Models
+from shoal.engine.external.sglang import SGLang
+from shoal.engine.external.vllm import VLLM
+from shoal.engine.pool.replica import PoolEngine
+from shoal.engine.server.http_client import TOKEN_VARIABLE, HttpEngine
 from shoal.errors import ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
 from shoal.net.client import UNREADABLE, Client, words

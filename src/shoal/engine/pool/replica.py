@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from shoal.engine.named_models import AdapterEngine, NamedModel, ReplicaAdapters
-from shoal.engine.protocol import ScoreResponse
+from shoal.engine.pool.named_models import AdapterEngine, NamedModel, ReplicaAdapters
+from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import Engine
 from shoal.types import Completion, Sampling

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shoal.errors import EngineUnavailable
+from shoal.errors import WrongAnswer
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 
@@ -20,10 +20,6 @@ MOST_TOKENS = 2**31 - 1
 """Vocabulary of a model that does not report its size."""
 ROOM_LEFT = 8
 """Tokens of its context that an engine may leave unused where it ends an answer."""
-
-
-class WrongAnswer(EngineUnavailable):
-    """An answer that no engine with the run's weights gives."""
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shoal.engine.kv_cache import Pool
+from shoal.engine.compute.kv_cache import Pool
 from shoal.model.attention import with_sinks
 
 MATRICES_BY_HAND = 16

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ExceptionHandler, StatelessLifespan
 
-from shoal.engine import protocol
+from shoal.engine.server import protocol
 from shoal.interfaces import EngineInfo
 from shoal.net.server import HANDLERS, body, decoded, disconnected, guarded, json
 

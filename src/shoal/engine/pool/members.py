@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal.engine.answers import MOST_INTEGER, AnswerRules, WrongAnswer
-from shoal.engine.named_models import TURN_S, NumberedWeights
-from shoal.engine.pool_loading import Loader
-from shoal.engine.replica import PoolEngine, Replica, ReplicaState, within
-from shoal.errors import EngineError, EngineUnavailable
+from shoal.engine.pool.answers import MOST_INTEGER, AnswerRules
+from shoal.engine.pool.loading import Loader
+from shoal.engine.pool.named_models import TURN_S, NumberedWeights
+from shoal.engine.pool.replica import PoolEngine, Replica, ReplicaState, within
+from shoal.errors import EngineError, EngineUnavailable, WrongAnswer
 
 PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
 CHECK_EVERY_S = 1.0

@@ -1,0 +1,1 @@
+"""The local engine: one model, computed step by step."""

@@ -1,0 +1,1 @@
+"""Inference servers of other projects as engines."""

@@ -1,0 +1,1 @@
+"""An engine behind HTTP: its process, routes and client."""
