@@ -13,7 +13,7 @@ TEST_JOBS ?= 3
 PYTEST := -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --failed-first
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo figures test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: demo figures figures-check test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -181,6 +181,10 @@ figures: $(VENV)/dev-installed $(VENV)/chromium-tried
 	test -d build/figures-run || $(BIN)/shoal demo --run-dir build/figures-run --train.steps=120 --eval.every_steps=30 --eval.samples=4
 	test -d build/figures-swarm || $(BIN)/shoal swarm demo --steps 30 --folder build/figures-swarm
 	$(BIN)/python tools/figures.py build/figures-run build/figures-swarm
+
+# Figures of the pages against their raw files; experiments' tables are made again from their runs.
+figures-check: $(VENV)/dev-installed
+	$(BIN)/python tools/measured.py --experiments
 
 docs: $(VENV)/dev-installed
 	$(BIN)/python tools/docs.py

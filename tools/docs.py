@@ -14,6 +14,7 @@ from typing import Annotated, Literal, Union, get_args, get_origin
 
 import flow
 import keywords
+import measured
 import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -236,14 +237,15 @@ def with_part(path: Path, name: str, part: str) -> str:
     return f"{before}{begin}\n{part.strip()}\n\n{end}{after}"
 
 
-def documents() -> dict[Path, str]:
-    """Every document with a generated part, as it should be."""
+def documents(*, ages: bool = False) -> dict[Path, str]:
+    """Every document with a generated part, as it should be; `ages` writes those of figures anew."""
     agents = DOCS / "guides" / "agents.md"
     run, architecture = DOCS / "reference" / "run.md", DOCS / "developers" / "architecture.md"
     return {
         DOCS / "reference" / "configuration.md": configuration(),
         DOCS / "reference" / "commands.md": commands(),
         DOCS / "developers" / "flows.md": flow.page(),
+        measured.PAGE: measured.page(measured.PAGE.read_text(), with_ages=ages),
         agents: with_part(agents, "frameworks", frameworks()),
         run: with_part(run, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),
@@ -253,7 +255,9 @@ def documents() -> dict[Path, str]:
 
 def main(check: bool) -> int:
     """Writes what differs, or only says so."""
-    stale = {path: text for path, text in documents().items() if not path.is_file() or path.read_text() != text}
+    stale = {
+        path: text for path, text in documents(ages=not check).items() if not path.is_file() or path.read_text() != text
+    }
     for path, text in stale.items():
         if check:
             print(f"{path.relative_to(ROOT)} is out of date; run `make docs`", file=sys.stderr)

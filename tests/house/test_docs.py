@@ -126,6 +126,11 @@ def test_the_figures_of_automatic_ratios_are_those_of_their_data() -> None:
     assert [float(one) for one in found] == pytest.approx(wanted, abs=0.0051)
 
 
+def test_sentences_and_tables_say_what_their_raw_files_have() -> None:
+    done = subprocess.run([sys.executable, ROOT / "tools" / "measured.py"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
 def test_functions_that_the_algorithms_name_exist() -> None:
     text = (ROOT / "docs" / "reference" / "algorithms.md").read_text()
     named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", text)
