@@ -14,10 +14,10 @@ from typing import Literal
 import msgspec
 
 from shoal.experience.held_out import HeldOutAnswer, answer_files, read_answers
-from shoal.types import Message, RewardStatus, Role
+from shoal.observe.view.reading import glance
+from shoal.types import RewardStatus, Role
 
 MOST_EVALUATIONS = 24
-GLANCE_CHARACTERS = 160
 PER_PAGE = 50
 
 
@@ -97,14 +97,10 @@ def _scores(file: Path, _modified_ns: int) -> _Scores:
     rewards: dict[str, list[float]] = defaultdict(list)
     texts: dict[str, tuple[str, str]] = {}
     for answer in read_answers(file):
-        asked = answer.messages[: answer.asked]
-        texts[answer.question_id] = (answer.task, _glance(asked))
+        asked = reversed(answer.messages[: answer.asked])
+        question = next((one.content for one in asked if one.role is Role.USER), "")
+        texts[answer.question_id] = (answer.task, glance(question))
         if answer.purpose == "sampled" and answer.reward.status is RewardStatus.SCORED:
             rewards[answer.question_id].append(answer.reward.value)
     means = {name: fmean(rewards[name]) if name in rewards else None for name in texts}
     return _Scores(int(file.name.partition(".")[0]), means, texts)
-
-
-def _glance(asked: Sequence[Message]) -> str:
-    text = next((one.content for one in reversed(asked) if one.role is Role.USER), "")
-    return " ".join(text[: 4 * GLANCE_CHARACTERS].split())[:GLANCE_CHARACTERS]

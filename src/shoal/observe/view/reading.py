@@ -92,8 +92,8 @@ def glances(rows: Sequence[Row]) -> list[Glance]:
     for same in alike.values():
         row, (question, answer, truth) = same[0]
         cut = shared[row.task]
-        line = f"...{_line(question[cut:])}" if cut else _line(question)
-        found.append(Glance(row, line, _line(answer), _line(truth), len(same)))
+        line = f"...{glance(question[cut:])}" if cut else glance(question)
+        found.append(Glance(row, line, glance(answer), glance(truth), len(same)))
     return found
 
 
@@ -135,6 +135,7 @@ def shortened(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters; shoal export has them ...]\n{text[-half:]}"
 
 
-def _line(text: str) -> str:
+def glance(text: str) -> str:
+    """The beginning of a text on one line."""
     line = " ".join(text[: 4 * GLANCE_CHARACTERS].split())
     return line if len(line) <= GLANCE_CHARACTERS else f"{line[:GLANCE_CHARACTERS]}..."
