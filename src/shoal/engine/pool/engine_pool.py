@@ -105,8 +105,9 @@ class EnginePool(PoolMembers):
         """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
 
         async def ask(replica: Replica) -> ScoreResponse:
-            async with replica.serving(model) as (adapter, _):
-                answer = await replica.engine.scored(token_ids, others, adapter=adapter)
+            answer = await replica.with_model(
+                model, lambda adapter, _: replica.engine.scored(token_ids, others, adapter=adapter)
+            )
             check_scores(answer.logprobs, len(token_ids))
             return answer
 
@@ -172,17 +173,19 @@ class EnginePool(PoolMembers):
         context = [*request.prompt_ids, *sampled_ids]
 
         async def ask(replica: Replica) -> list[Completion]:
-            async with replica.serving(request.model) as (adapter, oldest):
+            async def sampled(adapter: str | None, oldest: int) -> list[Completion]:
                 asked = AskedTokens(len(context), sampling, n, oldest, replica.max_model_len, replica.foreign)
                 answer = await replica.engine.generate(
                     context, sampling, n=n, priority=request.priority, adapter=adapter
                 )
-            check_completions(answer, asked, self._rules)
+                check_completions(answer, asked, self._rules)
+                return answer
+
+            answer = await replica.with_model(request.model, sampled)
             if request.model is None:
                 return answer
-            return [
-                replace(one, versions=(0,) * len(one.versions)) for one in answer
-            ]  # each engine has its own numbers
+            # Each engine has its own numbers for a named model; versions of a completion must not decrease.
+            return [replace(one, versions=(0,) * len(one.versions)) for one in answer]
 
         return ask
 

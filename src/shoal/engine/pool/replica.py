@@ -5,8 +5,7 @@ A replica that gives a wrong answer, or fails many requests in a row while other
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar
@@ -104,15 +103,13 @@ class Replica:
     used_s: float = 0.0
     """Time of the latest request."""
 
-    @asynccontextmanager
-    async def serving(self, model: NamedModel | None) -> AsyncIterator[tuple[str | None, int]]:
-        """Loads the adapter of a model, if it has one; its name, and the oldest Version that may sample a token."""
+    async def with_model(self, model: NamedModel | None, ask: Callable[[str | None, int], Awaitable[T]]) -> T:
+        """Answer of `ask`, which gets the loaded adapter, if any, and the oldest Version that may sample a token."""
         if model is None or not model.adapter:
-            yield None, self.version
-            return
+            return await ask(None, self.version)
         assert self.adapters is not None, "the pool serves no named models"
         async with self.adapters.used(model) as loaded:
-            yield loaded.name, loaded.version
+            return await ask(loaded.name, loaded.version)
 
     @property
     def resting(self) -> bool:
