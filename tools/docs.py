@@ -7,7 +7,7 @@ names.toml), layers (from the layer test) and flows (from flow.py). Also the stu
 import ast
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Literal, Union, get_args, get_origin
@@ -23,6 +23,9 @@ from pydantic_core import PydanticUndefined
 from shoal.cli import app
 from shoal.config import Config
 from shoal.config.presets import PRESETS, Setting
+from shoal.gateway.fields import Ignored, Rule, Rules, Served, Unserved
+from shoal.gateway.served_fields import UNTRAINED
+from shoal.gateway.server import DIALECTS
 from shoal.observe.names import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -228,6 +231,41 @@ def frameworks() -> str:
     return "\n".join(rows)
 
 
+def fields() -> str:
+    """The tables of the gateway's fields; fields with the same rule share a row."""
+    parts = []
+    for path, dialect in DIALECTS.items():
+        rows = [f"| `POST {path}` | |", "|---|---|"]
+        for rule, names in _grouped(dialect.fields):
+            other = dialect.untrained.get(names[0], rule)
+            trained = (
+                f"; in a trained session {_rule(other)}" if other != rule and not isinstance(rule, Unserved) else ""
+            )
+            rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {_rule(rule)}{trained} |")
+        parts.append("\n".join(rows))
+    return "\n\n".join(parts)
+
+
+def _grouped(rules: Rules) -> Iterable[tuple[Rule, list[str]]]:
+    """Names of fields by their rules; those that trained sessions refuse are apart."""
+    found: dict[tuple[str, bool], tuple[Rule, list[str]]] = {}
+    for name, rule in rules.items():
+        found.setdefault((repr(rule), name in UNTRAINED), (rule, []))[1].append(name)
+    return found.values()
+
+
+def _rule(rule: Rule) -> str:
+    """A rule in words."""
+    match rule:
+        case Served(how, values, remedy):
+            only = f"{', '.join(f'`{value}`' for value in values)}; others are refused: {remedy}" if values else ""
+            return "; ".join(filter(None, (how, only)))
+        case Ignored(reason):
+            return f"no effect: {reason}"
+    values = ", ".join(f"`{json.dumps(value)}`" for value in rule.values)
+    return f"refused{f', other than {values}' if values else ''}: {rule.remedy}"
+
+
 def with_part(path: Path, name: str, part: str) -> str:
     """The text of a document with `part` between its `name:begin` and `name:end` marks."""
     before, begin, rest = path.read_text().partition(f"<!-- {name}:begin -->\n")
@@ -239,7 +277,7 @@ def with_part(path: Path, name: str, part: str) -> str:
 
 def documents(*, ages: bool = False) -> dict[Path, str]:
     """Every document with a generated part, as it should be; `ages` writes those of figures anew."""
-    agents = DOCS / "guides" / "agents.md"
+    agents, gateway = DOCS / "guides" / "agents.md", DOCS / "reference" / "gateway.md"
     run, architecture = DOCS / "reference" / "run.md", DOCS / "developers" / "architecture.md"
     return {
         DOCS / "reference" / "configuration.md": configuration(),
@@ -247,6 +285,7 @@ def documents(*, ages: bool = False) -> dict[Path, str]:
         DOCS / "developers" / "flows.md": flow.page(),
         measured.PAGE: measured.page(measured.PAGE.read_text(), with_ages=ages),
         agents: with_part(agents, "frameworks", frameworks()),
+        gateway: with_part(gateway, "fields", fields()),
         run: with_part(run, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),
         ROOT / "src" / "shoal" / "run" / "keywords.pyi": keywords.stub(),

@@ -25,11 +25,16 @@ from shoal.gateway.dialects import (
     wanted_calls,
 )
 from shoal.gateway.event_streams import EventStream
-from shoal.gateway.fields import Fields, Refusal, Unserved
+from shoal.gateway.fields import Refusal
+from shoal.gateway.served_fields import MESSAGES_FIELDS, UNTRAINED
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
-BLOCKS = {"user": {"text", "tool_result"}, "assistant": {"text", "tool_use", "thinking", "redacted_thinking"}}
+BLOCKS = {
+    "system": {"text"},
+    "user": {"text", "tool_result"},
+    "assistant": {"text", "tool_use", "thinking", "redacted_thinking"},
+}
 
 
 class Block(TextPart):
@@ -46,7 +51,7 @@ class TurnMessage(msgspec.Struct):
     """One message of a request."""
 
     role: str
-    content: str | list[Block]
+    content: str | list[Block] = ""
 
 
 class OfferedTool(msgspec.Struct):
@@ -55,12 +60,10 @@ class OfferedTool(msgspec.Struct):
     name: str
     description: str = ""
     input_schema: dict[str, object] = {}
-    type: str | None = "custom"
-    """Anthropic itself runs the tools of all types but `custom`."""
 
 
 class Thinking(msgspec.Struct):
-    """See `thinking` in Anthropic's reference; its token budget is ignored."""
+    """See `thinking` in Anthropic's reference."""
 
     type: str
 
@@ -105,30 +108,23 @@ def messages_ask(body: MessagesRequest, _: TokenTree) -> AnswerRequest:
         body,
         stops=stops_of("stop_sequences", body.stop_sequences),
         one_call=choice.disable_parallel_tool_use,
-        schema="" if wanted or not asked else schema_of("output_config.format", asked.type, asked.schema),
+        schema="" if wanted or not asked else schema_of(asked.type, asked.schema),
         wanted=wanted,
     )
 
 
 def _tools(body: MessagesRequest) -> Sequence[object]:
-    """Tools that the model may see. Raises `Refusal` for tools that Anthropic runs itself."""
+    """Tools that the model may see. Raises `Refusal`."""
     check_count("tools", len(body.tools or ()))
-    for i, tool in enumerate(body.tools or ()):
-        if tool.type not in (None, "custom"):
-            remedy = "offer your tool with an input_schema, and run it in the client"
-            raise Refusal(f"tools[{i}].type", "'custom'", tool.type, remedy)
     offered = body.tools if body.tool_choice is None or body.tool_choice.type != "none" else None
     return [function_tool(tool.name, tool.description, tool.input_schema) for tool in offered or ()]
 
 
 def _template(body: MessagesRequest) -> str:
-    """Template arguments that thinking and effort ask for, as JSON. Raises `Refusal`."""
+    """Template arguments that thinking and effort ask for, as JSON."""
     arguments: dict[str, object] = {}
-    if body.thinking is not None:
-        if body.thinking.type not in ("enabled", "disabled", "adaptive"):
-            raise Refusal("thinking.type", "'enabled', 'disabled' or 'adaptive'", body.thinking.type)
-        if body.thinking.type != "adaptive":
-            arguments["enable_thinking"] = arguments["thinking"] = body.thinking.type == "enabled"
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        arguments["enable_thinking"] = arguments["thinking"] = body.thinking.type == "enabled"
     if body.output_config is not None and body.output_config.effort is not None:
         arguments["reasoning_effort"] = body.output_config.effort
     return json.dumps(arguments, sort_keys=True) if arguments else ""
@@ -143,10 +139,8 @@ def conversation_of(body: MessagesRequest) -> Conversation:
 
 
 def _messages(where: str, message: TurnMessage) -> Iterator[Message]:
-    """Messages of one user or assistant turn; a user's tool results precede its text."""
+    """Messages of one turn; a user's tool results precede its text."""
     blocks = [Block("text", text=message.content)] if isinstance(message.content, str) else message.content
-    if message.role not in BLOCKS:
-        raise Refusal(f"{where}.role", "'user' or 'assistant'", message.role)
     for block in blocks:
         if block.type not in BLOCKS[message.role]:
             raise Refusal(f"{where}.content", f"blocks of {', '.join(sorted(BLOCKS[message.role]))}", block.type)
@@ -161,7 +155,7 @@ def _messages(where: str, message: TurnMessage) -> Iterator[Message]:
         if block.type == "tool_result":
             yield Message(Role.TOOL, text_of(where, block.content), tool_call_id=block.tool_use_id)
     if texts:
-        yield Message(Role.USER, text)
+        yield Message(Role(message.role), text)
 
 
 def messages_body(replies: Sequence[Reply[MessagesRequest]]) -> Body:
@@ -207,15 +201,12 @@ def _events(reply: Reply[MessagesRequest]) -> Iterator[Body]:
     yield {"type": "message_stop"}
 
 
-_OWN_TOOLS = "offer your tools, and run them in the client"
-MESSAGES_UNSERVED: Fields = {
-    "container": Unserved(_OWN_TOOLS),
-    "mcp_servers": Unserved(_OWN_TOOLS, ([],)),
-    "context_management": Unserved("leave out older messages in the client"),
-    "compaction": Unserved("leave out older messages in the client"),
-    "fallbacks": Unserved("ask again in the client", ([],)),
-    "thread": Unserved("send the whole conversation as messages"),
-}
 MESSAGES = Dialect(
-    MessagesRequest, messages_ask, messages_body, partial(EventStream, events=_events), MESSAGES_UNSERVED, named=True
+    MessagesRequest,
+    MESSAGES_FIELDS,
+    UNTRAINED,
+    messages_ask,
+    messages_body,
+    partial(EventStream, events=_events),
+    named=True,
 )

@@ -17,9 +17,10 @@ from shoal.gateway.dialects import (
     schema_of,
     stops_of,
     text_of,
+    tool_names,
     wanted_calls,
 )
-from shoal.gateway.fields import UNTRAINED, Fields, Refusal, Unserved, unicode
+from shoal.gateway.fields import Refusal, unicode
 from shoal.gateway.token_tree import TokenTree
 from shoal.interfaces import LogitRules
 from shoal.net.chat import Call
@@ -49,11 +50,19 @@ class NamedFunction(msgspec.Struct):
     name: str
 
 
+class AllowedTools(msgspec.Struct):
+    """Tools that the model may call, of those that the request offers."""
+
+    mode: str
+    tools: list[dict[str, object]]
+
+
 class ChosenTool(msgspec.Struct):
-    """Choice of one tool, `{"type": "function", "function": {"name": ...}}`."""
+    """Choice of one tool, or of those that the model may call."""
 
     type: str
     function: NamedFunction | None = None
+    allowed_tools: AllowedTools | None = None
 
 
 class NamedSchema(msgspec.Struct):
@@ -69,9 +78,16 @@ class ResponseFormat(msgspec.Struct):
     json_schema: NamedSchema | None = None
 
 
-class CompletionRequest(ModelRequest, kw_only=True):
-    """Fields that chat and text completions share; a trained session refuses some (`fields.UNTRAINED`)."""
+class StreamOptions(msgspec.Struct):
+    """See `stream_options` in OpenAI's reference."""
 
+    include_usage: bool | None = False
+
+
+class CompletionRequest(ModelRequest, kw_only=True):
+    """Fields that chat and text completions share; a trained session refuses some (`served_fields.UNTRAINED`)."""
+
+    stream_options: StreamOptions | None = None
     n: int | None = 1
     stop: str | list[str] | None = None
     presence_penalty: float | None = None
@@ -140,7 +156,7 @@ class ChatRequest(CompletionRequest, kw_only=True):
 class TextRequest(CompletionRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | list[str | int | list[int]] | None
     max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool | None = False
@@ -150,7 +166,7 @@ class TextRequest(CompletionRequest, kw_only=True):
         if self.logprobs is not None and self.logprobs < 0:
             raise Refusal("logprobs", "0 or more", self.logprobs)
         if self.echo and self.stream:
-            raise Refusal("echo", "false in a stream", True)
+            raise Refusal("echo", "false in a stream", True, "ask for a body")
 
     @property
     def top(self) -> int | None:
@@ -182,12 +198,12 @@ class TokensRequest(ModelRequest, kw_only=True):
 def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a chat body. Raises `Refusal`."""
     check_count("messages", len(body.messages))
-    choice, named = _choice(body.tool_choice)
+    choice, named, offered = _choice(body)
     arguments = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:
         arguments = {"reasoning_effort": body.reasoning_effort, **arguments}
     messages = (_message(f"messages[{i}]", message) for i, message in enumerate(body.messages))
-    tools = body.tools if choice != "none" else None
+    tools = offered if choice != "none" else None
     asked, wanted = body.response_format, wanted_calls("tool_choice", choice, named, tools)
     schema = asked.json_schema.schema if asked and asked.json_schema else None
     spoken = conversation(messages, tools, _template_text(arguments))
@@ -196,7 +212,7 @@ def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
         body,
         stops=stops_of("stop", body.stop),
         one_call=body.parallel_tool_calls is False,
-        schema="" if wanted or asked is None else schema_of("response_format", asked.type, schema),
+        schema="" if wanted or asked is None else schema_of(asked.type, schema),
         wanted=wanted,
         rules=body.rules,
     )
@@ -209,17 +225,23 @@ def example(model: str, *, chats: bool) -> tuple[str, str]:
     return "/v1/completions", json.dumps({"model": model, "prompt": "Once upon a time", "max_tokens": 64})
 
 
-def _choice(asked: str | ChosenTool | None) -> tuple[str, str]:
-    """Mode of a tool choice, and the one tool that it names. Raises `Refusal`."""
-    if not isinstance(asked, ChosenTool):
-        return asked or "auto", ""
-    if asked.type != "function" or asked.function is None:
-        raise Refusal("tool_choice", '{"type": "function", "function": {"name": ...}}', asked.type)
-    return "required", asked.function.name
+def _choice(body: ChatRequest) -> tuple[str, str, Sequence[object] | None]:
+    """Mode of a tool choice, the one tool that it names, and the tools that the model sees. Raises `Refusal`."""
+    match body.tool_choice:
+        case ChosenTool(function=NamedFunction(name=name)):
+            return "required", name, body.tools
+        case ChosenTool(allowed_tools=AllowedTools(mode=mode, tools=tools)):
+            names = tool_names(tools)
+            return mode, "", [tool for tool in body.tools or () if set(tool_names([tool])) & set(names)]
+        case ChosenTool(type=kind):
+            raise Refusal("tool_choice", '{"type": "function", "function": {"name": ...}}', kind)
+    return body.tool_choice or "auto", "", body.tools
 
 
 def each_text(body: TextRequest) -> Sequence[TextRequest]:
     """Splits a request into one per prompt. Raises `Refusal`."""
+    if body.prompt is None:
+        raise Refusal("prompt", "a text or token ids", None, "send the token that begins a text")
     given: list[str | int | list[int]] = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if given and isinstance(given[0], int):
         return (body,)
@@ -234,7 +256,7 @@ def each_text(body: TextRequest) -> Sequence[TextRequest]:
 def text_ask(body: TextRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a text completion of one prompt. Raises `Refusal`."""
     prompt = body.prompt
-    said = unicode("prompt", prompt) if isinstance(prompt, str) else _tokens("prompt", prompt)
+    said = unicode("prompt", prompt) if isinstance(prompt, str) else _tokens("prompt", prompt or ())
     only_scores = body.echoes and body.max_tokens == 0
     return AnswerRequest(
         sampling=msgspec.structs.replace(body, max_tokens=1) if only_scores else body,
@@ -273,21 +295,3 @@ def _template_text(arguments: dict[str, object]) -> str:
         if name not in TEMPLATE_ARGUMENTS or not isinstance(value, bool | str):
             raise Refusal("chat_template_kwargs", f"a flag or word for {', '.join(TEMPLATE_ARGUMENTS)}", name)
     return json.dumps(arguments, sort_keys=True) if arguments else ""
-
-
-_TOOLS = Unserved("use tools and tool_choice", ("none", "auto"))
-CHAT_UNSERVED: Fields = {
-    "modalities": Unserved("ask for text", (["text"],)),
-    "audio": Unserved("ask for text"),
-    "prediction": Unserved("leave it out, or begin the answer with continue_final_message"),
-    "functions": _TOOLS,
-    "function_call": _TOOLS,
-    "web_search_options": Unserved("offer a search as a function tool and run it in the client"),
-    "moderation": Unserved("moderate in the client"),
-}
-TEXT_UNSERVED: Fields = {
-    "suffix": Unserved("put the text behind into the prompt, in the model's own form", ("",)),
-    "best_of": Unserved("ask for n answers with logprobs and keep the best", (1,)),
-    "response_format": Unserved("ask /v1/chat/completions", ({"type": "text"},)),
-}
-TEXT_UNTRAINED: Fields = {**UNTRAINED, "logprobs": Unserved("ask for 0, the logprob of each sampled token alone", (0,))}

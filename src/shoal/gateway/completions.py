@@ -5,9 +5,6 @@ from functools import partial
 from typing import TypeVar
 
 from shoal.gateway.chat import (
-    CHAT_UNSERVED,
-    TEXT_UNSERVED,
-    TEXT_UNTRAINED,
     ChatRequest,
     CompletionRequest,
     TextRequest,
@@ -18,7 +15,7 @@ from shoal.gateway.chat import (
     tokens_ask,
 )
 from shoal.gateway.dialects import Body, Dialect, R, Reply, event_bytes
-from shoal.gateway.fields import Unserved
+from shoal.gateway.served_fields import CHAT_FIELDS, TEXT_FIELDS, TEXT_UNTRAINED, TOKENS_FIELDS, UNTRAINED
 from shoal.interfaces import ServedToken
 from shoal.net.chat import wire_of, wire_of_call
 from shoal.types import Json
@@ -196,14 +193,14 @@ def _likely(spell: Callable[[int], str], one: ServedToken) -> Json:
     return found
 
 
-CHAT = Dialect(ChatRequest, chat_ask, chat_body, partial(CompletionStream, chat=True), CHAT_UNSERVED)
+CHAT = Dialect(ChatRequest, CHAT_FIELDS, UNTRAINED, chat_ask, chat_body, partial(CompletionStream, chat=True))
 TEXT = Dialect(
     TextRequest,
+    TEXT_FIELDS,
+    TEXT_UNTRAINED,
     text_ask,
     text_body,
     partial(CompletionStream, chat=False),
-    TEXT_UNSERVED,
-    untrained=TEXT_UNTRAINED,
     each=each_text,
 )
-TOKENS = Dialect(TokensRequest, tokens_ask, tokens_body, unserved={"stream": Unserved("ask for a body", (False,))})
+TOKENS = Dialect(TokensRequest, TOKENS_FIELDS, UNTRAINED, tokens_ask, tokens_body)

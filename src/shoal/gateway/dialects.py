@@ -1,7 +1,7 @@
 """Dialects: each API turns its requests into `AnswerRequest`s, and generations into its answers."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Generic, Protocol, TypeAlias, TypeVar
@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.gateway.answer_request import AnswerRequest, SamplingRequest
 from shoal.gateway.conversation import Conversation
-from shoal.gateway.fields import OTHER_SERVERS, UNTRAINED, Fields, Refusal, converted, fields_of, unicode
+from shoal.gateway.fields import FieldTable, Refusal, Rules, converted, fields_of, unicode
 from shoal.types import FinishReason, Json, Message, Role
 
 if TYPE_CHECKING:
@@ -25,18 +25,11 @@ MOST_MESSAGES = 8192
 """Messages, blocks or tools of one request: rendering more of them takes seconds, even if they are short."""
 
 
-class StreamOptions(msgspec.Struct):
-    """See `stream_options` in OpenAI's reference."""
-
-    include_usage: bool | None = False
-
-
 class ModelRequest(SamplingRequest, kw_only=True):
-    """Fields that the requests of all APIs share; unserved values are refused."""
+    """Fields that the requests of all APIs share."""
 
     model: str | None = ""
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = False
 
     @property
@@ -170,18 +163,24 @@ class Dialect(Generic[R]):
     """One API: its requests, and the functions to and from the inner form."""
 
     kind: type[R]
+    fields: Rules
+    """Rules of all fields."""
+    untrained: Rules
+    """Rules of trained sessions, in place of those of `fields`."""
     ask: "Callable[[R, TokenTree], AnswerRequest]"
     """Turns a request to the session of a token tree into the inner form. Raises `Refusal`."""
     body: Callable[[Sequence[Reply[R]]], Body]
     stream: Callable[[Sequence[Reply[R]]], StreamForm] = _no_stream
-    unserved: Fields = field(default_factory=dict)
-    """Fields that are refused in all sessions."""
-    untrained: Fields = field(default_factory=lambda: UNTRAINED)
-    """Fields that trained sessions refuse."""
     named: bool = False
     """Whether events carry their type as their name."""
     each: Callable[[R], Sequence[R]] = _alone
     """Splits a request into one per prompt. Raises `Refusal`."""
+    tables: Mapping[bool, FieldTable] = field(init=False)
+    """Rules without and with training."""
+
+    def __post_init__(self) -> None:
+        tables = {False: FieldTable(self.fields), True: FieldTable({**self.fields, **self.untrained})}
+        object.__setattr__(self, "tables", tables)
 
     def request(self, data: bytes, *, is_trained: bool) -> R:
         """Parses a body. Raises `SessionError` or `Refused`, naming the field.
@@ -189,8 +188,7 @@ class Dialect(Generic[R]):
         A trained session refuses fields that would make its logprobs wrong. It ignores unknown fields, because an
         agent's library may send more of them. Other sessions refuse unknown fields, so that typos are noticed.
         """
-        unserved = {**OTHER_SERVERS, **(self.untrained if is_trained else {}), **self.unserved}
-        return converted(fields_of(data, self.kind, unserved, strict=not is_trained), self.kind)
+        return converted(fields_of(data, self.tables[is_trained], strict=not is_trained), self.kind)
 
 
 def text_of(where: str, content: str | Sequence[TextPart] | None) -> str:
@@ -245,16 +243,11 @@ def stops_of(field: str, asked: str | Sequence[str] | None) -> tuple[str, ...]:
     return tuple(unicode(field, stop) for stop in stops if stop)
 
 
-def schema_of(field: str, kind: str, schema: object) -> str:
-    """JSON Schema of an answer's format as text; empty for plain text. Raises `Refusal`."""
-    match kind:
-        case "text":
-            return ""
-        case "json_object":
-            return '{"type": "object"}'
-        case "json_schema" if isinstance(schema, dict):
-            return json.dumps(schema)
-    raise Refusal(field, 'type "text", "json_object", or "json_schema" with a schema', kind)
+def schema_of(kind: str, schema: object) -> str:
+    """JSON Schema of an answer's format as text: any object without one, empty for plain text."""
+    if kind == "text":
+        return ""
+    return json.dumps(schema if kind == "json_schema" and schema is not None else {"type": "object"})
 
 
 def tool_names(tools: Sequence[object] | None) -> tuple[str, ...]:

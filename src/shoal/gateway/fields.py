@@ -1,9 +1,9 @@
-"""Fields of a request: those that are served, those without effect here, and those refused, with a workaround."""
+"""Fields of a request: rules by which they are served, ignored or refused, and the limits of a body."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
@@ -32,6 +32,32 @@ class Refusal(SessionError):
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """A field that is served."""
+
+    how: str
+    values: Sequence[object] = ()
+    """Values that are served; empty for all that the API has."""
+    remedy: str = ""
+    """Workaround for other values, as an imperative."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raises `Refusal` for a value that is not served."""
+        if self.values and value is not None and value not in self.values:
+            raise Refusal(name, f"one of {', '.join(map(repr, self.values))}", value, self.remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """A field without effect here."""
+
+    reason: str
+
+    def check(self, name: str, value: object) -> None:
+        """Takes any value."""
+
+
+@dataclass(frozen=True, slots=True)
 class Unserved:
     """A field that is refused, except for values without effect."""
 
@@ -45,50 +71,52 @@ class Unserved:
             raise Refusal(name, f"none or {self.values[-1]!r}" if self.values else "none", value, self.remedy)
 
 
-Fields = Mapping[str, Unserved]
-_OTHER_SERVERS = "leave it out; temperature, top_p, top_k and min_p are served"
-OTHER_SERVERS: Fields = {
-    **dict.fromkeys(("typical_p", "top_a"), Unserved(_OTHER_SERVERS, (0, -1))),
-    **dict.fromkeys(("min_tokens", "no_repeat_ngram_size"), Unserved(_OTHER_SERVERS, (0,))),
-    **dict.fromkeys(("repetition_penalty", "length_penalty"), Unserved(_OTHER_SERVERS, (1,))),
-    **dict.fromkeys(("bad_words", "allowed_token_ids", "logits_processors"), Unserved(_OTHER_SERVERS, ([],))),
-    **dict.fromkeys(
-        ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
-        Unserved("use response_format with a JSON Schema"),
-    ),
-    **dict.fromkeys(
-        ("ignore_eos", "use_beam_search", "include_stop_str_in_output"), Unserved("leave it out", (False,))
-    ),
-}
-"""Sampling parameters of vLLM and similar servers."""
-UNTRAINED: Fields = dict.fromkeys(
-    ("presence_penalty", "frequency_penalty"),
-    Unserved("a session trains on what it samples, and a penalty would change it; leave it out", (0,)),
-) | {
-    "logit_bias": Unserved("a session trains on what it samples, and a bias would change it; leave it out", ({},)),
-    "top_logprobs": Unserved("a session keeps the logprob of each sampled token alone; ask for logprobs", (0,)),
-    "echo": Unserved("the client has the prompt; ask without a session for its logprobs", (False,)),
-}
-"""Fields that trained sessions refuse."""
-_ACCOUNT = "it concerns an account with another provider"
-_CACHE = "the engine keeps every prefix that it has room for"
-HARMLESS: Mapping[str, str] = {
-    **dict.fromkeys(("user", "metadata", "safety_identifier", "user_profile_id", "workspace_id"), "a label"),
-    **dict.fromkeys(("service_tier", "inference_geo", "speed", "billing_policy", "betas", "priority"), _ACCOUNT),
-    **dict.fromkeys(("access_programs", "fallback_credit_token"), _ACCOUNT),
-    **dict.fromkeys(("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"), _CACHE),
-    **dict.fromkeys(("cache_control", "cache_salt"), _CACHE),
-    "diagnostics": "it asks for figures about a provider's cache",
-    "store": "the session's token tree keeps every answer until the session ends",
-    "include": "answers carry all that there is to include",
-    "verbosity": "the model knows no such setting",
-    "add_generation_prompt": "continue_final_message decides it",
-}
-"""Fields without effect here, with the reason."""
+Rule: TypeAlias = Served | Ignored | Unserved
+Rules: TypeAlias = Mapping[str, Rule]
+"""Rules by the paths of fields, such as `tools[].type`; a rule holds for all below its field."""
+Node: TypeAlias = "dict[str, Node]"
 
 
-def fields_of(data: bytes, kind: type[msgspec.Struct], unserved: Fields, *, strict: bool) -> dict[str, object]:
-    """Fields of a body for `kind`; `strict` refuses unknown ones. Raises `SessionError` or `Refused`."""
+class FieldTable:
+    """Rules of an API's fields, in the form in which bodies are checked."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.names = sorted({path.partition(".")[0].removesuffix("[]") for path in rules})
+        """Fields at the top of a body."""
+        self._tree: Node = {}
+        for path, rule in rules.items():
+            if isinstance(rule, Unserved) or (isinstance(rule, Served) and rule.values):
+                node = self._tree
+                for part in path.replace("[]", ".[]").split("."):
+                    node = node.setdefault(part, {})
+
+    def check(self, fields: Mapping[str, object], *, strict: bool) -> None:
+        """Raises `Refusal` for a value that is not served; `strict` also for an unknown field."""
+        for name, value in fields.items():
+            check_size(name, value)
+            if (node := self._tree.get(name)) is not None:
+                self._check(node, name, name, value)
+            elif strict and name not in self.names:
+                near = get_close_matches(name, self.names, 1)
+                meant = f"; {near[0]!r} may be meant" if near else "; leave it out"
+                raise Unknown(name, f"{name}: this field is not known here{meant}")
+
+    def _check(self, node: Node, path: str, where: str, value: object) -> None:
+        """Checks a value and all below it; `where` is its path with the indexes of lists."""
+        if (rule := self.rules.get(path)) is not None:
+            rule.check(where, value)
+        if isinstance(value, dict):
+            for name, below in node.items():
+                if name in value:
+                    self._check(below, f"{path}.{name}", f"{where}.{name}", value[name])
+        elif isinstance(value, list) and (each := node.get("[]")) is not None:
+            for i, one in enumerate(value):
+                self._check(each, f"{path}[]", f"{where}[{i}]", one)
+
+
+def fields_of(data: bytes, table: FieldTable, *, strict: bool) -> dict[str, object]:
+    """Fields of a body; `strict` refuses unknown ones. Raises `SessionError` or `Refused`."""
     for what, count, most in (
         ("lists and objects", data.count(b"[") + data.count(b"{"), MOST_OPENED),
         ("entries", data.count(b","), MOST_TOKENS),
@@ -96,15 +124,7 @@ def fields_of(data: bytes, kind: type[msgspec.Struct], unserved: Fields, *, stri
         if count > most:
             raise SessionError(f"body: expected at most {most} {what}, with those in its texts; got {count}")
     fields = decoded(data, dict[str, object])
-    known = [one.encode_name for one in msgspec.structs.fields(kind)]
-    for name, value in fields.items():
-        check_size(name, value)
-        if name in unserved:
-            unserved[name].check(name, value)
-        elif strict and name not in known and name not in HARMLESS:
-            near = get_close_matches(name, [*known, *unserved, *HARMLESS], 1)
-            meant = f"; {near[0]!r} may be meant" if near else "; leave it out"
-            raise Unknown(name, f"{name}: this field is not known here{meant}")
+    table.check(fields, strict=strict)
     return fields
 
 

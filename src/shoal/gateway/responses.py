@@ -23,7 +23,8 @@ from shoal.gateway.dialects import (
     wanted_calls,
 )
 from shoal.gateway.event_streams import EventStream
-from shoal.gateway.fields import Fields, Refusal, Unserved
+from shoal.gateway.fields import Refusal
+from shoal.gateway.served_fields import RESPONSES_FIELDS, UNTRAINED
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
@@ -37,8 +38,8 @@ class Item(msgspec.Struct):
     type: str = "message"
     role: str = ""
     content: str | list[TextPart] | None = None
-    call_id: str = ""
-    name: str = ""
+    call_id: str | None = ""
+    name: str | None = ""
     arguments: str = "{}"
     output: str | list[TextPart] | None = None
 
@@ -114,21 +115,17 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
         conversation((*before, *said), tools, json.dumps({"reasoning_effort": effort}) if effort else ""),
         body,
         one_call=body.parallel_tool_calls is False,
-        schema="" if wanted or not asked else schema_of("text.format", asked.type, asked.schema),
+        schema="" if wanted or not asked else schema_of(asked.type, asked.schema),
         wanted=wanted,
     )
 
 
 def _chosen(choice: ChosenFunction, offered: Sequence[FunctionTool]) -> tuple[str, str, Sequence[FunctionTool]]:
-    """Mode of a choice, the one tool that it names, and the tools that it offers. Raises `Refusal`."""
-    match choice.type:
-        case "function":
-            return "required", choice.name, offered
-        case "allowed_tools":
-            names = {tool.name for tool in choice.tools or ()}
-            return choice.mode, "", [tool for tool in offered if tool.name in names]
-    remedy = "offer function tools, and run them in the client"
-    raise Refusal("tool_choice", "a word, or type 'function' or 'allowed_tools'", choice.type, remedy)
+    """Mode of a choice, the one tool that it names, and the tools that it offers."""
+    if choice.type == "function":
+        return "required", choice.name, offered
+    names = {tool.name for tool in choice.tools or ()}
+    return choice.mode, "", [tool for tool in offered if tool.name in names]
 
 
 def _conversation(tree: TokenTree, response_id: str) -> tuple[Message, ...]:
@@ -143,9 +140,8 @@ def _conversation(tree: TokenTree, response_id: str) -> tuple[Message, ...]:
 
 
 def _offered(i: int, tool: FunctionTool) -> object:
-    if tool.type != "function" or not tool.name:
-        remedy = "offer a function, and run it in the client"
-        raise Refusal(f"tools[{i}]", '{"type": "function", "name": ...}', f"{tool.type} {tool.name!r}", remedy)
+    if not tool.name:
+        raise Refusal(f"tools[{i}].name", "the function's name", "")
     return function_tool(tool.name, tool.description, tool.parameters)
 
 
@@ -161,17 +157,12 @@ def _messages(items: Sequence[Item]) -> list[Message]:
                     raise Refusal(f"{where}.role", f"one of {', '.join(ROLES)}", item.role)
                 messages.append(Message(ROLES[item.role], text_of(f"{where}.content", item.content)))
             case "function_call":
-                call = ToolCall(item.call_id, item.name, item.arguments)
+                call = ToolCall(item.call_id or "", item.name or "", item.arguments)
                 last = messages.pop() if joins else Message(Role.ASSISTANT, "")
                 messages.append(Message(Role.ASSISTANT, last.content, (*last.tool_calls, call)))
             case "function_call_output":
                 output = text_of(f"{where}.output", item.output)
-                messages.append(Message(Role.TOOL, output, tool_call_id=item.call_id))
-            case "reasoning":
-                pass
-            case _:
-                kinds = "a message, function_call, function_call_output or reasoning"
-                raise Refusal(f"{where}.type", kinds, item.type)
+                messages.append(Message(Role.TOOL, output, tool_call_id=item.call_id or ""))
         joins = item.type != "reasoning" and messages[-1].role is Role.ASSISTANT
     return messages
 
@@ -254,23 +245,12 @@ def _events(reply: Reply[ResponsesRequest]) -> Iterator[Body]:
     yield {"type": f"response.{body['status']}", "response": body}
 
 
-_WHOLE = "send the whole conversation as input, or previous_response_id"
-RESPONSES_UNSERVED: Fields = {
-    "truncation": Unserved("leave out older items in the client", ("disabled",)),
-    "background": Unserved("ask for a stream", (False,)),
-    "conversation": Unserved(_WHOLE),
-    "prompt": Unserved(_WHOLE),
-    "context_management": Unserved("leave out older items in the client", ([],)),
-    "max_tool_calls": Unserved("it bounds tools that OpenAI runs; count calls in the client"),
-    "top_logprobs": Unserved("ask /v1/chat/completions", (0,)),
-    "image": Unserved("ask for text"),
-    "moderation": Unserved("moderate in the client"),
-}
 RESPONSES = Dialect(
     ResponsesRequest,
+    RESPONSES_FIELDS,
+    UNTRAINED,
     responses_ask,
     responses_body,
     partial(EventStream, events=_events, numbered=True),
-    RESPONSES_UNSERVED,
     named=True,
 )
