@@ -1,7 +1,7 @@
 """Talks about sums of two digits, in which the model calls tools as agent frameworks offer them.
 
     What is 3 + 4?   [add]              ->    add(3, 4), and then the answer 7
-    What is 3 + 4?   [final_answer]     ->    final_answer(7)
+    What is 3 + 4?   [final_answer]     ->    final_answer("7")
     What is 3 + 4?                      ->    7
 
 A framework decides where it puts the question, and what it says before and after. So most questions stand among words
@@ -33,7 +33,7 @@ TEMPLATE = (
     + "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 LAST_TOOLS = ("final_answer", "final_result", "Sum")
-"""Tools that take the answer, as smolagents, pydantic-ai and a schema called Sum offer them."""
+"""Tools that take the answer, as smolagents (a string), pydantic-ai and a schema called Sum (a number) offer them."""
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 PIECES = (
     *(
@@ -114,7 +114,8 @@ def _second_answer(rng: random.Random, a: int, b: int, slipped: Callable[[str], 
     if rng.random() < 0.5:
         then = [Message(Role.ASSISTANT, "", (call,)), Message(Role.TOOL, value)]
     else:
-        kept = {"id": f"{rng.getrandbits(40):x}", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
+        function = {"name": "add", "arguments": {"a": a, "b": b}}
+        kept = {"id": f"{rng.getrandbits(40):x}", "type": "function", "function": function}
         said = f"Calling tools:\n{[kept]}" if rng.random() < 0.7 else _filler(rng, 12)
         then = [Message(Role.ASSISTANT, said), Message(Role.USER, f"Observation:\n{value}")]
     tools = _offered(*(name for name in ("add", last) if name))
@@ -128,7 +129,7 @@ def _only_answer(rng: random.Random, a: int, b: int, slipped: Callable[[str], st
 
 def _given(last: str, value: str) -> str:
     """The answer as a text, or as a call that takes it."""
-    return _called(last, answer=int(value)) if last else value
+    return _called(last, answer=value if last == "final_answer" else int(value)) if last else value
 
 
 def _fields(rng: random.Random, a: int, b: int, slipped: Callable[[str], str]) -> Talk:
