@@ -91,7 +91,7 @@ def settings(folder: Path, model: Path, asked: list[JsonValue], own: int, scale:
         "preset": "sapo",
         "model": {"path": str(model)},
         "tasks": asked,
-        "rollout": {"group_size": scale.each, "max_tokens": 10},
+        "rollout": {"group_size": scale.each, "max_tokens": 10, "ratios": "fixed"},  # as recorded; 4/4-order needs it
         "engine": {"gpus": "shared"},
         "asynchrony": {"max_staleness": 0},
         "train": {"steps": scale.rounds, "groups_per_step": own, "lr": scale.lr, "warmup_steps": 0},
