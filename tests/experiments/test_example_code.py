@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from shoal.experience.audit import audit
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.timeout(900)
 def test_forty_steps_of_the_code_example_learn_from_programs_in_the_sandbox_and_lose_none(tmp_path: Path) -> None:
     """40 of the 300 steps; one run went from 30 to 57 % of 128 held-out questions."""
     settings = [f"--run_dir={tmp_path / 'run'}", "--train.steps=40", "--eval.every_steps=40"]
