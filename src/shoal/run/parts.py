@@ -4,7 +4,7 @@
 A task's runner is the built-in single turn, or an agent that talks to the model through a session.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -100,10 +100,12 @@ async def opened_policy(
     recovered: int | None = None,
     resume: bool = False,
     on_event: OnEvent = lambda name, **details: None,
+    on_stage: Callable[[str], None] = lambda words: None,
 ) -> AsyncIterator[Policy]:
     """Starts engines, scorer and trainer, and joins them in a policy over a buffer; arguments are `answering`'s.
 
-    Files go to `run_dir`, which the buffer has made. Raises a `ShoalError`.
+    Files go to `run_dir`, which the buffer has made. `on_stage` gets words for each stage of the start. Raises a
+    `ShoalError`.
     """
     config, threads = prepared.config, threads or Threads()
     store = WeightStore(Path(config.run_dir) / "weights")
@@ -123,6 +125,7 @@ async def opened_policy(
                 roles=roles,
             )
         )
+        on_stage("starting the trainer")
         trainer = TrainerProcess(ranks)
         await trainer.start(prepared.model_dir, config, threads.trainer)
         teacher = await opened(text_teacher(config.train, prepared.renderer))

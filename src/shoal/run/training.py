@@ -100,7 +100,7 @@ async def train(
         buffer, trackers = await opened(opened_run(config, listeners, resume=resume))
         for note in prepared.service.notes:
             trackers.log_event("left_out", reason=note)
-        trackers.stage("starting engines, reward workers and trainer")
+        trackers.stage("starting engines and reward workers")
         if config.checkpoint.backup:
             await asyncio.to_thread(check_backup, run_dir, config.checkpoint.backup)
         policy = await opened(
@@ -113,6 +113,7 @@ async def train(
                 recovered=buffer.recovered.version,
                 resume=resume,
                 on_event=trackers.log_event,
+                on_stage=trackers.stage,
             )
         )
         eval_tasks, few = held_out_tasks(prepared.service, config.held_out_questions)
