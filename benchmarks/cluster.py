@@ -38,7 +38,7 @@ from shoal.errors import ShoalError
 from shoal.experience.audit import Check, audit
 from shoal.net.client import TOKEN_VARIABLE, authorization
 from shoal.net.listening import free_port
-from shoal.run.demo import demo_config
+from shoal.run.commands.demo import demo_config
 from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
 
 RANKS = 2

@@ -44,8 +44,9 @@ from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
 from shoal.experience.audit import audit
 from shoal.net.process import PARENT
+from shoal.run.commands.swarm import generate
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.run.join_swarm import FOLDER, generate
+from shoal.run.join_swarm import FOLDER
 from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.generator import GeneratorPace
 from shoal.swarm.peer import STATUS_FILE

@@ -37,7 +37,7 @@ from shoal.errors import ShoalError
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.net.client import TOKEN_VARIABLE
-from shoal.run.demo import real_config
+from shoal.run.commands.demo import real_config
 from shoal.weights.store import FILE
 
 RATE_BIT_PER_S, ROUND_TRIP_S = 50e6, 0.1

@@ -20,7 +20,7 @@ import psutil
 from benchmarks import Report, child_environment, large, say
 from shoal.config import Config
 from shoal.errors import ShoalError
-from shoal.run.demo import demo_config, real_config
+from shoal.run.commands.demo import demo_config, real_config
 from shoal.run.machine.memory import kept_bytes
 from shoal.run.prepare import prepare
 

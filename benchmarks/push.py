@@ -24,7 +24,7 @@ from shoal.interfaces import Purpose
 from shoal.net.client import Client
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
-from shoal.run.demo import demo_config, real_config
+from shoal.run.commands.demo import demo_config, real_config
 from shoal.run.machine.devices import Threads
 from shoal.run.parts import answering
 from shoal.run.prepare import Prepared, prepare

@@ -11,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from shoal.run.demo import real_config, run_demo
+from shoal.run.commands.demo import real_config, run_demo
 
 Report = dict[str, object]
 

@@ -23,7 +23,7 @@ from benchmarks.hosts import HEAD, HOST_NAME, NETWORK, RESOURCES, UNSHARED, Name
 from shoal.config import to_toml
 from shoal.errors import ShoalError
 from shoal.experience.audit import audit
-from shoal.run.demo import demo_config
+from shoal.run.commands.demo import demo_config
 from shoal.run.demo_model.warm_start import demo_model
 
 HOSTS, ENGINES, RANKS = 3, 2, 2

@@ -288,7 +288,7 @@ def documents(*, ages: bool = False) -> dict[Path, str]:
         gateway: with_part(gateway, "fields", fields()),
         run: with_part(run, "metrics", metrics()),
         architecture: with_part(architecture, "layers", layers()),
-        ROOT / "src" / "shoal" / "run" / "keywords.pyi": keywords.stub(),
+        ROOT / "src" / "shoal" / "library" / "keywords.pyi": keywords.stub(),
     }
 
 

@@ -1,8 +1,9 @@
-"""The calls along four flows, checked against the code, as diagrams for docs/developers/flows.md.
+"""The calls along five flows, checked against the code, as diagrams for docs/developers/flows.md.
 
-`python tools/flow.py` prints the files that a reader opens on the way of one token. A line of a flow is a function,
-indented below the function that calls it. `@ name` says what both sides name where one does not call the other by name:
-an HTTP route, a message between processes, a field that holds a function.
+`python tools/flow.py` prints the files that a reader opens on the way of one token, and the stays on the way of a
+configuration. A line of a flow is a function, indented below the function that calls it. `@ name` says what both sides
+name where one does not call the other by name: an HTTP route, a message between processes, a field that holds a
+function.
 """
 
 import ast
@@ -188,14 +189,49 @@ engine.compute.step_engine:StepEngine.step
       engine.compute.scheduler:Scheduler.forget
 """
 
+SETUP = """
+cli.__init__:train
+  config.__init__:load
+  run.training:train_with_progress
+    run.training:run_training
+      run.prepare:check_start
+      run.roles:launched
+      run.prepare:prepare
+        run.machine.devices:devices_of
+        run.prepare:check_functions
+        run.prepare:_loaded
+        run.prepare:Prepared
+      run.training:train
+        run.run_dir:opened_run
+        run.parts:opened_policy
+          run.roles:opened_roles
+          run.parts:_ranks
+          run.parts:answering
+            run.parts:own_scorer
+            run.engines:engines
+            run.parts:playing
+          run.teacher:text_teacher
+          run.parts:orchestrator
+          run.policy:Policy
+            run.versions:ServedVersions
+        run.parts:swarm_node
+          run.join_swarm:joined_peer
+        run.training:_run
+          run.loop:TrainLoop
+          run.training:_train_and_evaluate
+"""
+
 FLOWS = {
     "One token, from its task to the weights": TOKEN,
     "An offer between two nodes": OFFER,
     "A chat request": CHAT,
     "A push of weights": WEIGHTS,
+    "A configuration, from the command to the running parts": SETUP,
 }
 MOST_FILES = 25
 """Files that a reader opens on the way of one token. May only shrink."""
+MOST_STAYS = 29
+"""Changes of file in reading how a configuration becomes a run, returns to callers counted. May only shrink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +322,17 @@ def files(flow: str) -> list[str]:
     return list(dict.fromkeys(hop.file for hop in hops(flow)))
 
 
+def stays(flow: str) -> list[str]:
+    """Files in the order of reading, with each return to a caller that goes on to call another file."""
+    read: list[str] = []
+    for hop in hops(flow):
+        caller = [hop.caller.file] if hop.caller is not None and read[-1] != hop.file else []
+        for file in (*caller, hop.file):
+            if read[-1:] != [file]:
+                read.append(file)
+    return read
+
+
 def diagram(flow: str) -> str:
     """A flow as a mermaid sequence diagram with one lifeline for each file."""
     lines = ["sequenceDiagram", *(f"    participant {_alias(file)} as {file}" for file in files(flow))]
@@ -322,7 +369,7 @@ def main() -> int:
     for sentence in wrong:
         print(sentence, file=sys.stderr)
     opened = files(TOKEN)
-    print(json.dumps({"files": len(opened), "list": opened}))
+    print(json.dumps({"files": len(opened), "list": opened, "stays": len(stays(SETUP))}))
     return 1 if wrong else 0
 
 

@@ -29,7 +29,7 @@ OWN_CODE = ("module:function", "file.py:function")
 
 
 def stub() -> str:
-    """The whole of src/shoal/run/keywords.pyi."""
+    """The whole of src/shoal/library/keywords.pyi."""
     parts = [_typed_dict(_name(kind), kind, kind.model_fields) for kind in _sections(Config) if kind is not Config]
     return "\n".join([HEAD, *parts, _typed_dict("Settings", Config, _keywords(), _name(Config.sections()["train"]))])
 

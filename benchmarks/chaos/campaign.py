@@ -23,8 +23,8 @@ from benchmarks.flood import hostile_frames
 from shoal.config import Config, parse
 from shoal.experience.audit import audit
 from shoal.experience.findings import AuditReport, Check
+from shoal.run.commands.swarm import generate
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.run.join_swarm import generate
 from shoal.swarm.answerers import RuleSolver
 from shoal.swarm.generator import GeneratorPace
 from shoal.swarm.wire.server import NatsServer, ServerOptions

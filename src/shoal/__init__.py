@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from shoal.interfaces import Environment as Environment
     from shoal.interfaces import Model as Model
     from shoal.interfaces import RewardFunction as RewardFunction
-    from shoal.run.library import open_policy as open_policy
-    from shoal.run.library import train as train
+    from shoal.library.calls import open_policy as open_policy
+    from shoal.library.calls import train as train
     from shoal.run.policy import Policy as Policy
     from shoal.run.result import Result as Result
     from shoal.tasks.sdk import EnvironmentFailed as EnvironmentFailed
@@ -47,7 +47,7 @@ _HOMES = {
         "config": ("Config", "load"),
         "errors": ("ShoalError",),
         "interfaces": ("Engine", "Environment", "Model", "RewardFunction"),
-        "run.library": ("open_policy", "train"),
+        "library.calls": ("open_policy", "train"),
         "run.policy": ("Policy",),
         "run.result": ("Result",),
         "tasks.sdk": ("EnvironmentFailed", "PolicyFailed", "Question", "environment"),

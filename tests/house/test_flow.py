@@ -40,4 +40,5 @@ def test_the_files_on_the_way_of_a_token_are_counted_and_few() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "flow.py"], capture_output=True, text=True, check=True)
     figures = json.loads(done.stdout.splitlines()[-1])
     assert figures["files"] == len(set(figures["list"])) <= flow.MOST_FILES
+    assert figures["stays"] <= flow.MOST_STAYS
     assert all((flow.SOURCE / name).is_file() for name in figures["list"])

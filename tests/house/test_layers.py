@@ -28,7 +28,7 @@ LAYERS = (
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights"},
     {"cluster", "environments", "observe", "rollout", "swarm", "tinker"},
     {"run"},
-    {"cli"},
+    {"cli", "library"},
 )
 FLOORS = {"engine": ("compute", "server", "pool", "external"), "swarm": ("wire", "trust", "strategy")}
 """Folders of a room, the lowest first: each imports itself and lower ones only, and nothing else of its room."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from command import shoal
 from left_processes import ended_with_its_test
 from shoal.experience.audit import audit
-from shoal.run.starters import write_starter
+from shoal.run.commands.starters import write_starter
 
 SHORT = ("--train.steps=8", "--eval.questions=6", "--eval.every_steps=0")
 

@@ -3,10 +3,11 @@
 import json
 from pathlib import Path
 
+from shoal.run.library import config_of
+
 from command import shoal
 from shoal.config import to_toml
 from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
-from shoal.run.library import config_of
 
 
 def test_a_run_is_compared_with_the_model_it_began_with(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from shoal.config import load
 from shoal.errors import ModelError
 from shoal.model import quantised
 from shoal.plugins import own_code
-from shoal.run.demo import LARGEST_TERM, real_config, sums
+from shoal.run.commands.demo import LARGEST_TERM, real_config, sums
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "smollm2"
 

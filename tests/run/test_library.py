@@ -17,7 +17,7 @@ from command import shoal as shoal_command
 from shoal.config import ModelConfig
 from shoal.config.training import OwnLoss, ReinforceLoss, TrainConfig
 from shoal.errors import ConfigError
-from shoal.run.library import config_of
+from shoal.library.calls import config_of
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from command import shoal
+from shoal.run.commands.prospect import judged
 from shoal.run.demo_model.warm_start import REWRITE
-from shoal.run.prospect import judged
 from shoal.trainer.advantage import turn_returns
 from shoal.types import (
     UNREAD,

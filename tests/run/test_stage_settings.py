@@ -15,7 +15,7 @@ from shoal.config import Config, parse
 from shoal.config.training import OWN_SETTINGS, TrainConfig
 from shoal.errors import ConfigError
 from shoal.model.renderer_loading import load_renderer
-from shoal.run.supervised import _as_trained, _margins, _preferred, pair_of, run_supervised, turns_of
+from shoal.run.commands.supervised import _as_trained, _margins, _preferred, pair_of, run_supervised, turns_of
 from shoal.trainer.trainer import Trainer
 from shoal.types import Sample
 

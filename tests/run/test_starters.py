@@ -12,7 +12,7 @@ from command import shoal
 from shoal.config import load, to_toml
 from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
-from shoal.run.starters import starter_folder, write_starter
+from shoal.run.commands.starters import starter_folder, write_starter
 
 ROOT = Path(__file__).parents[2]
 ALONE = ("first", "data", "reward", "agent", "trl")

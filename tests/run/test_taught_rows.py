@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chat_templates import ANSWERING, STYLES, renderer_of, tokenizer
 from shoal.errors import TaskError
-from shoal.run.supervised import turns_of
+from shoal.run.commands.supervised import turns_of
 from shoal.types import Sample
 
 ALL = {**ANSWERING, **STYLES}

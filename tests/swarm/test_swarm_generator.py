@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalEr
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
-from shoal.run.join_swarm import answerer_of
+from shoal.run.commands.swarm import answerer_of
 from shoal.run.standstill import waits
 from shoal.swarm.answerers import Answerer, ChatModel, RuleSolver, slip
 from shoal.swarm.generator import Generator, GeneratorPace

@@ -72,7 +72,7 @@ def demo(
     json_: JsonFlag = False,
 ) -> None:
     """Train the embedded model on this machine."""
-    from shoal.run.demo import demo_config, real_config, run_demo
+    from shoal.run.commands.demo import demo_config, real_config, run_demo
 
     config = (real_config if real else demo_config)(run_dir, seed, context.obj)
     with page_beside(config.run_dir, view):
@@ -120,7 +120,7 @@ def train(
         show(plan(settings, resume=resume), json_)
         return
     if settings.stages:
-        from shoal.run.stages import run_stages
+        from shoal.run.commands.stages import run_stages
 
         with stoppable(settings.run_dir):
             show(run_stages(settings, resume=resume), json_)
@@ -193,8 +193,8 @@ def sft(
 ) -> None:
     """Teach a model the assistant's side of conversations (supervised fine-tuning)."""
     from shoal.config import parse
+    from shoal.run.commands.supervised import run_supervised
     from shoal.run.prepare import check_run_dir
-    from shoal.run.supervised import run_supervised
 
     config = parse(
         {
@@ -321,7 +321,7 @@ def doctor(
         show(diagnosis(), json_)
         return
     from shoal.config import load
-    from shoal.run.prospect import prospect_of
+    from shoal.run.commands.prospect import prospect_of
 
     settings = load(config, context.obj)
     with stoppable():

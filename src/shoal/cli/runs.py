@@ -118,7 +118,7 @@ def init(
     first: the demo as a configuration; data: a file of questions; reward: a function; agent: an OpenAI client; trl and
     verifiers: tasks written for them; swarm: two nodes.
     """
-    from shoal.run.starters import write_starter
+    from shoal.run.commands.starters import write_starter
 
     folder = folder or Path(f"my-{kind.value}")
     written, commands = write_starter(kind.value, folder)
@@ -141,7 +141,7 @@ def chat(
 ) -> None:
     """Talk with a model. /new begins anew; Ctrl-D ends."""
     from shoal.config import parse
-    from shoal.run.chat import ChatOptions, Prompt, chat_with
+    from shoal.run.commands.chat import ChatOptions, Prompt, chat_with
     from shoal.run.prepare import check_model
 
     def say(text: str) -> None:

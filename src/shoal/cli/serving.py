@@ -48,13 +48,13 @@ def serve(
     from shoal.gateway.chat import example
     from shoal.gateway.request_log import RequestLog, RequestRecord
     from shoal.net.process import cores
+    from shoal.run.commands.serve import serve as serve_model
     from shoal.run.machine.devices import devices_of
-    from shoal.run.serve import serve as serve_model
 
     if api is Api.TINKER:
         if log is not None:
             raise ConfigError(f"--log: expected none with tinker, whose requests are kept in --folder; got {log}")
-        from shoal.run.serve_tinker import serve_tinker
+        from shoal.run.commands.serve_tinker import serve_tinker
 
         def announce_tinker(url: str, key: str, names: Sequence[str], roles_url: str) -> None:
             print(f"TINKER_BASE_URL={url} TINKER_API_KEY={key}", f"base_model: {', '.join(names)}", sep="\n")

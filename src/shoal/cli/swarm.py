@@ -68,7 +68,7 @@ def human_ui(
 ) -> None:
     """Ask people questions in the human UI, a web page, and offer their answers to the swarm."""
     from shoal.config import load
-    from shoal.run.join_swarm import serve_human
+    from shoal.run.commands.swarm import serve_human
     from shoal.swarm.human.questions import QuestionPace
 
     settings, pace = load(config, context.obj), QuestionPace(answers, wait_s)
@@ -94,7 +94,7 @@ def join(
     are in the configuration's run_dir with -join after it, unless --run_dir names another folder.
     """
     from shoal.config import load
-    from shoal.run.join_swarm import answerer_of, generate
+    from shoal.run.commands.swarm import answerer_of, generate
     from shoal.swarm.generator import GeneratorPace
 
     settings = load(config, [*([f"--swarm.servers={json.dumps(server)}"] if server else []), *context.obj])
@@ -164,7 +164,7 @@ def invite(
 ) -> None:
     """Print the line with which another node joins: address, key and data sets."""
     from shoal.config import load
-    from shoal.run.join_swarm import invite as invited
+    from shoal.run.commands.swarm import invite as invited
 
     settings = load(config, [*([f"--swarm.servers={json.dumps(server)}"] if server else []), *context.obj])
     made = invited(settings, token, nkey)

@@ -39,7 +39,7 @@ async def serve_tinker(
     the name of each role and what became of it. Raises a `ShoalError`.
     """
     try:
-        from shoal.run.tinker_roles import cluster_config, joinable
+        from shoal.run.commands.tinker_roles import cluster_config, joinable
         from shoal.tinker.app import TinkerApp
         from shoal.tinker.models_trainer import ServerSettings
         from shoal.tinker.service import TinkerService

@@ -13,7 +13,7 @@ from urllib.parse import unquote
 
 from shoal.errors import RunDirError
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 PLACES = (HERE / "starters", HERE.parents[1] / "examples" / "start")
 BY_NAME = "--no-deps shoal"
 """Words of a page that stand for a second installation of Shoal, from where this one came."""

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.files import replaced
+from shoal.run.commands.supervised import run_supervised
 from shoal.run.prepare import check_run_dir
 from shoal.run.run_dir import Listener, write_resolved
-from shoal.run.supervised import run_supervised
 
 DONE = "done.json"
 

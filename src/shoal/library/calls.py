@@ -26,7 +26,7 @@ from shoal.run.run_dir import groups_at_once, run_meta
 from shoal.tasks.sdk import Definition
 
 if TYPE_CHECKING:
-    from shoal.run.keywords import Settings, TaskSettings
+    from shoal.library.keywords import Settings, TaskSettings
 
 TaskSource: TypeAlias = "str | Path | Mapping[str, object] | TaskSettings | Definition | type"
 """Reasoning-gym dataset by name, JSONL file, table of `[[tasks]]`, or environment."""
