@@ -1,1 +1,1 @@
-"""What a user of the package calls: training in one call, and the parts of a training loop."""
+"""Calls of the package for users: training in one call, and the parts of a training loop."""
