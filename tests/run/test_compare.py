@@ -3,10 +3,9 @@
 import json
 from pathlib import Path
 
-from shoal.run.library import config_of
-
 from command import shoal
 from shoal.config import to_toml
+from shoal.library.calls import config_of
 from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
 
 
