@@ -45,7 +45,7 @@ every_steps = 2
 OUTCOME = {
     *("accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "reward_first", "reward_last"),
     *("eval_reward_before", "eval_reward_after"),
-    *("wall_s", "steps", "samples_per_s", "staleness_max", "parity", "run_dir", "warning"),
+    *("wall_s", "steps", "samples_per_s", "staleness_max", "parity", "run_dir", "improvement", "warning"),
 }
 
 
