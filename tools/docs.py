@@ -7,10 +7,10 @@ names.toml), layers (from the layer test) and flows (from flow.py). Also the stu
 import ast
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import flow
 import keywords
@@ -23,8 +23,8 @@ from pydantic_core import PydanticUndefined
 from shoal.cli import app
 from shoal.config import Config
 from shoal.config.presets import PRESETS, Setting
-from shoal.gateway.fields import Ignored, Rule, Rules, Served, Unserved
-from shoal.gateway.served_fields import UNTRAINED
+from shoal.gateway.dialects import Dialect
+from shoal.gateway.fields import Ignored, Rule, Served, Unserved
 from shoal.gateway.server import DIALECTS
 from shoal.observe.names import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
 
@@ -232,26 +232,35 @@ def frameworks() -> str:
 
 
 def fields() -> str:
-    """The tables of the gateway's fields; fields with the same rule share a row."""
-    parts = []
-    for path, dialect in DIALECTS.items():
-        rows = [f"| `POST {path}` | |", "|---|---|"]
-        for rule, names in _grouped(dialect.fields):
-            other = dialect.untrained.get(names[0], rule)
-            trained = (
-                f"; in a trained session {_rule(other)}" if other != rule and not isinstance(rule, Unserved) else ""
-            )
-            rows.append(f"| {', '.join(f'`{name}`' for name in names)} | {_rule(rule)}{trained} |")
-        parts.append("\n".join(rows))
-    return "\n\n".join(parts)
+    """The tables of the gateway's fields: those with one rule on several routes first, then each route's others."""
+    routes = {path: {name: _of_both(dialect, name) for name in dialect.fields} for path, dialect in DIALECTS.items()}
+    rules: dict[str, list[str]] = {}
+    for own in routes.values():
+        for name, rule in own.items():
+            rules.setdefault(name, []).append(rule)
+    common = {name: found[0] for name, found in rules.items() if len(found) > 1 and len(set(found)) == 1}
+    tables = {"each route that has the field": common}
+    for path, own in routes.items():
+        tables[f"`POST {path}`"] = {name: rule for name, rule in own.items() if name not in common}
+    return "\n\n".join(_field_table(head, own) for head, own in tables.items())
 
 
-def _grouped(rules: Rules) -> Iterable[tuple[Rule, list[str]]]:
-    """Names of fields by their rules; those that trained sessions refuse are apart."""
-    found: dict[tuple[str, bool], tuple[Rule, list[str]]] = {}
+def _of_both(dialect: Dialect[Any], name: str) -> str:
+    """A field's rule in words, with that of trained sessions where it differs."""
+    rule = dialect.fields[name]
+    trained = dialect.untrained.get(name, rule)
+    if trained == rule or isinstance(rule, Unserved):
+        return _rule(rule)
+    return f"{_rule(rule)}; in a trained session {_rule(trained)}"
+
+
+def _field_table(head: str, rules: Mapping[str, str]) -> str:
+    """A table of fields; those with the same rule share a row."""
+    names: dict[str, list[str]] = {}
     for name, rule in rules.items():
-        found.setdefault((repr(rule), name in UNTRAINED), (rule, []))[1].append(name)
-    return found.values()
+        names.setdefault(rule, []).append(f"`{name}`")
+    rows = (f"| {', '.join(own)} | {rule} |" for rule, own in names.items())
+    return "\n".join((f"| {head} | |", "|---|---|", *rows))
 
 
 def _rule(rule: Rule) -> str:

@@ -112,3 +112,4 @@ def test_a_run_is_compared_with_its_start(tmp_path) -> None:
     found = certified(tmp_path)
     assert found is not None
     assert found.decided
+    assert found.sentence().startswith("better than the start")

@@ -15,7 +15,7 @@ from shoal.net.identity import Identity
 from shoal.swarm.node import NEED_DECAY, STATUS_PEERS, Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
-from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
+from shoal.swarm.trust.ingress import IngressFilter, Reason, VerifiedMessage
 from shoal.swarm.wire.envelope import Kind, Signer
 from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import GeneratorKind, Offer, OfferedRollout, Want
@@ -57,6 +57,14 @@ def letters_in(folder: Path) -> TaskConfig:
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {c}", "answer": c}) for c in "abcdefghijklmnopqrst"))
     return TaskConfig(name="letters", service="jsonl", path=str(data), scorer="exact", eval_share=0.4)
+
+
+async def offered(hub: MemorySwarm, node: Node, task: Task, *wrong: str) -> None:
+    """A stranger offers the truth of a task and these answers."""
+    author, claim = Identity.fresh(), await node._own.claim(task)
+    answers = tuple(OfferedRollout(text) for text in (task.answer or "", *wrong))
+    offer = wire.encode(Offer(claim, answers, GeneratorKind.FROZEN, "model", NOW_S))
+    hub.put(Kind.OFFER, author.peer_id, Signer(author, "reef", 1).frame(Kind.OFFER, offer, NOW_S))
 
 
 def test_own_groups_become_offers_as_the_taker_needs_them_and_what_they_lack_a_want(tmp_path: Path) -> None:
@@ -115,14 +123,33 @@ def test_uniform_has_no_cap_on_newcomers_and_a_step_waits_for_its_groups(
         taking = asyncio.ensure_future(node.take(0, logprobs))  # nothing is there yet
         for task in tasks:
             assert not taking.done()
-            author = Identity.fresh()  # whom nobody knows
-            claim, answers = await node._own.claim(task), (OfferedRollout(task.answer or ""), OfferedRollout("?"))
-            offer = wire.encode(Offer(claim, answers, GeneratorKind.FROZEN, "model", NOW_S))
-            hub.put(Kind.OFFER, author.peer_id, Signer(author, "reef", 1).frame(Kind.OFFER, offer, NOW_S))
+            await offered(hub, node, task, "?")
         groups = await taking
         assert least <= len(groups) <= most
         assert node.tally.missing == 4 - len(groups)
         assert scorer.calls == 4  # a checker that no answer can keep busy gets a group at once
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("take", "groups"), [("uniform", 2), ("trusted", 1)])
+def test_answers_given_before_are_refused_but_by_a_node_that_takes_by_chance(
+    tmp_path: Path, take: str, groups: int
+) -> None:
+    letters = letters_in(tmp_path)
+    service, hub = JsonlService(letters, 0), MemorySwarm()
+    node = made(tmp_path, service, Config(tasks=[letters], swarm=SwarmConfig(external_groups=4, take=take)), hub)
+    node.verification.newcomer_rest = 0.0
+    task = next(iter(service.tasks(Split.TRAIN)))
+
+    async def main() -> None:
+        running = asyncio.ensure_future(node.run())
+        for _ in range(2):
+            await offered(hub, node, task, "?")
+        await until(lambda: node.ready + node.ingress.refused[Reason.REPEATED] == 2)
+        assert node.ready == groups
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
@@ -136,18 +163,12 @@ def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_path: P
     node = made(tmp_path, service, Config(tasks=[letters], swarm=swarm), hub, ExactScorer())
     tasks = list(service.tasks(Split.TRAIN))
 
-    async def offered(task: Task, *wrong: str) -> None:
-        author, claim = Identity.fresh(), await node._own.claim(task)
-        answers = tuple(OfferedRollout(text) for text in (task.answer or "", *wrong))
-        offer = wire.encode(Offer(claim, answers, GeneratorKind.FROZEN, "model", NOW_S))
-        hub.put(Kind.OFFER, author.peer_id, Signer(author, "reef", 1).frame(Kind.OFFER, offer, NOW_S))
-
     async def taken(*differ: bool) -> int:
         """Groups of a round in which some offers have answers that differ."""
         taking = asyncio.ensure_future(node.take(0, logprobs))
         for one in differ:
             assert not taking.done()
-            await offered(tasks.pop(), *(["?"] if one else []))
+            await offered(hub, node, tasks.pop(), *(["?"] if one else []))
         return len(await taking)
 
     async def main() -> None:

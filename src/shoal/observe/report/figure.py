@@ -96,7 +96,9 @@ def _plot(axes: Axes, chart: Chart) -> None:
             axes.plot(line.x, values, color=colour, linewidth=0.8, alpha=0.2)
         label = plain(line.label) if number < MOST_NAMED else "_"
         marker = "o" if len(line.x) <= FEW_POINTS else ""
-        axes.plot(line.x, moving_average(values, window), color=colour, marker=marker, markersize=4, label=label)
+        style = "-" if number < len(COLOURS) else "--"
+        (mean,) = axes.plot(line.x, moving_average(values, window), color=colour, linestyle=style, label=label)
+        mean.set(marker=marker, markersize=4)
     if chart.is_log and lines:
         axes.set_yscale("log", nonpositive="mask")
     elif axes.get_ylim()[0] > 0:
