@@ -18,6 +18,7 @@ from shoal.swarm.peer import BANNED_FILE, SESSION_FILE, ban_in, next_session, re
 from shoal.swarm.trust.ingress import (
     ESTABLISHED,
     LIARS,
+    REPEATING_BYTES,
     WINDOW,
     IngressFilter,
     PeerRecord,
@@ -115,7 +116,8 @@ def test_a_field_that_is_repeated_is_refused_before_it_costs_more_than_its_bytes
             return [{"text": text}] * 64
         return {"service": "gcd", "question": text, "truth": "2"} if name == "claim" else text
 
-    for times in (40, 400):
+    one = len(msgspec.msgpack.encode({name: value()}))
+    for times in (2 * REPEATING_BYTES // one, 8 * REPEATING_BYTES // one):
         frame = None
         with contextlib.suppress(WireError):  # so small a frame of so large a payload is not even signed
             frame = seal().frame(Kind.OFFER, repeating([(name, value()) for _ in range(times)]), NOW_S)
