@@ -31,6 +31,7 @@ MODULES = {
     "real": "real",
     "push": "push",
     "rewards": "rewards",
+    "sealing": "sealing",
     "slurm": "slurm",
     "swarm": "swarm",
     "tinker": "tinker",

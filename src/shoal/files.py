@@ -3,15 +3,66 @@
 import hashlib
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 MODEL_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 """Files with the tensors of a model, and of a low-rank adapter in the form of peft."""
 
+PART_BYTES = 4 << 20
+"""Bytes of a file that are hashed together; parts are hashed in parallel."""
+HASHED_AT_ONCE = 16
+OF_PARTS = "parts-"
+"""Beginning of a checksum that was made of the digests of parts."""
 
-def checksum(path: Path) -> str:
-    """BLAKE2b-128 of a file's bytes, in hex."""
+
+def digest_of(data: bytes) -> str:
+    """BLAKE2b-256 of some bytes, in hex."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+def part_digests(path: Path) -> tuple[str, ...]:
+    """`digest_of` each `PART_BYTES` of a file, in order; threads share the work. Raises `OSError`."""
+    with path.open("rb", buffering=0) as file:
+        descriptor, size = file.fileno(), os.fstat(file.fileno()).st_size
+        offsets = range(0, size, PART_BYTES)
+
+        def digest(offset: int) -> str:
+            return digest_of(_read_at(descriptor, offset, min(PART_BYTES, size - offset)))
+
+        if len(offsets) < 2:
+            return tuple(map(digest, offsets))
+        with ThreadPoolExecutor(min(HASHED_AT_ONCE, len(offsets), os.cpu_count() or 1), "hashing") as threads:
+            return tuple(threads.map(digest, offsets))
+
+
+def _read_at(descriptor: int, offset: int, size: int) -> bytes:
+    """Bytes of an open file, fewer at its end: the kernel reads at most 2 GB at once, and may read less."""
+    parts = []
+    while size and (part := os.pread(descriptor, size, offset)):
+        parts.append(part)
+        offset, size = offset + len(part), size - len(part)
+    return b"".join(parts)
+
+
+def checksum(path: Path, digests: tuple[str, ...] | None = None) -> str:
+    """Checksum of a file's bytes: BLAKE2b-128 of them, or of the digests of its parts if it has several.
+
+    `digests` are those of `part_digests`, if they are known.
+    """
+    digests = part_digests(path) if digests is None else digests
+    if len(digests) < 2:
+        return _flat_checksum(path)
+    return OF_PARTS + hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
+
+
+def has_checksum(path: Path, expected: str) -> bool:
+    """Whether a file has a checksum, which earlier releases made of the whole file. Raises `OSError`."""
+    return (checksum(path) if expected.startswith(OF_PARTS) else _flat_checksum(path)) == expected
+
+
+def _flat_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

@@ -407,6 +407,73 @@ def test_a_refused_request_is_asked_of_one_other_engine() -> None:
     watched(engines, body)
 
 
+@dataclass
+class HostedEngine(CountingEngine):
+    """An engine of a host that fetches Versions before they are loaded."""
+
+    pulling: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    """Of each load, how many hosts had begun to fetch."""
+    hosts: "list[HostedEngine]" = field(default_factory=list)
+
+    async def pull(self, version: int) -> None:
+        self.pulling.append(version)
+        if len(self.pulling) == 2:
+            raise EngineUnavailable("the network is slow today")
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        self.turns.append(sum(version in host.pulling for host in self.hosts))
+        await super().update_weights(version, path)
+
+
+def test_all_hosts_fetch_a_version_before_the_first_of_them_loads_it_and_may_fail() -> None:
+    async def body(pool: EnginePool) -> None:
+        for version in (1, 2):
+            await pool.update_weights(version, NOWHERE)
+        assert [engine.turns for engine in engines] == [[8, 8]] * 8
+        assert {engine.version for engine in engines} == {2}
+
+    engines = [HostedEngine() for _ in range(8)]
+    for engine in engines:
+        engine.hosts = engines
+    watched(engines, body)
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.0, 1), (0.25, 2), (1.0, 8)])
+def test_engines_load_one_after_the_other_or_all_at_once(share: float, most: int) -> None:
+    async def run() -> None:
+        pool = EnginePool(at_once=share)
+        for number, engine in enumerate(engines):
+            await pool.join(str(number), engine)
+        await pool.update_weights(1, NOWHERE)
+
+    together = Together()
+    engines = [Loaded(together=together) for _ in range(8)]
+    asyncio.run(run())
+    assert together.most == most
+
+
+@dataclass
+class Together:
+    """Engines that load weights now, and the most that did."""
+
+    now: int = 0
+    most: int = 0
+
+
+@dataclass
+class Loaded(CountingEngine):
+    """An engine that counts those that load beside it."""
+
+    together: Together = field(default_factory=Together)
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        self.together.now += 1
+        self.together.most = max(self.together.most, self.together.now)
+        await super().update_weights(version, path)
+        self.together.now -= 1
+
+
 def test_weights_that_all_refuse_are_refused_and_the_old_ones_go_on() -> None:
     async def body(pool: EnginePool) -> None:
         await pool.update_weights(1, NOWHERE)

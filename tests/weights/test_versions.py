@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shoal.errors import EngineUnavailable, WireError
+from shoal.files import digest_of
 from shoal.net.client import Client
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
-from shoal.weights.manifest import SHARD_BYTES, WeightShard, decoded, digest_of, encoded, manifest_of, signed, width_of
+from shoal.weights.manifest import SHARD_BYTES, WeightShard, decoded, encoded, manifest_of, signed, width_of
 from shoal.weights.pull import VersionPuller
 from shoal.weights.serving import VersionServer
 from shoal.weights.store import FILE, WeightStore

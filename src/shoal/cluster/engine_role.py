@@ -22,7 +22,8 @@ from shoal.engine.external.detect_server import connect
 from shoal.engine.pool.replica import PoolEngine
 from shoal.engine.server import protocol
 from shoal.engine.server.launch import engine_child
-from shoal.engine.server.router import engine_app
+from shoal.engine.server.protocol import UpdateWeightsRequest
+from shoal.engine.server.router import engine_app, posted
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
 from shoal.net.client import Client
@@ -89,7 +90,8 @@ class EngineHost:
     ) -> None:
         """Serves the engine and holds its lease. Raises `ChildDied` when the engine ends."""
         token, host = secrets.token_urlsafe(24), self.host or own_address(self.url)
-        app = engine_app(PullingFront(engine, puller), token=token)
+        front = PullingFront(engine, puller)
+        app = engine_app(front, token=token, more=[posted("/pull_weights", UpdateWeightsRequest, front.pull_weights)])
         async with serving(app, host, self.port, tls=tls_files(), idle_s=600, grace_s=1) as url:
             role = EngineRole(url, token)
             holding = hold_lease(self.url, self.token, role, announce, check=_check(puller, info))
@@ -195,7 +197,12 @@ class PullingFront:
         await self.engine.abort()
         return 0
 
-    async def update_weights(self, asked: protocol.UpdateWeightsRequest) -> protocol.WeightInfo:
+    async def pull_weights(self, asked: UpdateWeightsRequest) -> protocol.WeightInfo:
+        """Fetches a Version, which the engine is to load later."""
+        await self.puller.pull(asked.version)
+        return protocol.WeightInfo(asked.version, "")
+
+    async def update_weights(self, asked: UpdateWeightsRequest) -> protocol.WeightInfo:
         """Implements `ServedEngine`."""
         if asked.path:
             raise RequestRefused("path: expected none, this engine pulls its versions")

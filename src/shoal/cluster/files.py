@@ -24,10 +24,10 @@ from starlette.routing import Route
 
 from shoal import wire
 from shoal.errors import TrainerError, WireError
+from shoal.files import digest_of
 from shoal.net.client import Client, words
 from shoal.net.server import Refused, body, json
 from shoal.trainer.messages import RANGES
-from shoal.weights.manifest import digest_of
 
 PART_BYTES = 32 << 20
 OVERHEAD_BYTES = 1 << 20

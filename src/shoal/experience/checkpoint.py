@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import RunDirError
-from shoal.files import checksum, sync
+from shoal.files import checksum, has_checksum, sync
 
 FOLDER = "checkpoints"
 FILES = "files.json"
@@ -86,7 +86,7 @@ def intact(run_dir: Path, on_damage: Callable[[str], None] = lambda damage: None
     """
     for checkpoint in reversed(checkpoints(run_dir)):
         saved = [(checkpoint.path / name, digest) for name, (_, digest) in _saved(checkpoint.path).items()]
-        damaged = next((file for file, digest in saved if checksum(file) != digest), None)
+        damaged = next((file for file, digest in saved if not has_checksum(file, digest)), None)
         if damaged is None:
             return checkpoint
         on_damage(f"{damaged} has other bytes than were saved")

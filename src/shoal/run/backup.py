@@ -27,7 +27,7 @@ import msgspec
 
 from shoal.errors import RunDirError
 from shoal.experience import archive, checkpoint
-from shoal.files import checksum, replaced
+from shoal.files import checksum, has_checksum, replaced
 from shoal.net.identity import Identity
 from shoal.observe.metrics import Trackers
 
@@ -331,6 +331,6 @@ def _fetch(place: BackupPlace, manifest: BackupManifest, folder: Path) -> None:
             raise OSError(f"{MANIFEST}: expected names below the run directory, got {file.name!r}")
         target.parent.mkdir(parents=True, exist_ok=True)
         place.get(f"{OBJECTS}/{file.checksum}", target)
-        if checksum(target) != file.checksum:
+        if not has_checksum(target, file.checksum):
             raise OSError(f"{OBJECTS}/{file.checksum} of {file.name} is damaged")
         target.chmod(file.mode)

@@ -20,6 +20,7 @@ from shoal.cluster.registry import EngineRole
 from shoal.engine.external.detect_server import connect
 from shoal.engine.pool.answers import MOST_TOKENS, AnswerRules
 from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.routing import WAVE_SHARE
 from shoal.engine.server.http_client import HttpEngine, PullingEngine
 from shoal.engine.server.launch import EngineChild, engine_child
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
@@ -90,7 +91,8 @@ async def engines(
     config, model_dir = settings.prepared.config, settings.prepared.model_dir
     engine, replays = config.engine, config.train.router_replay
     rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays)
-    pool = EnginePool(initial=model_dir, recovered=settings.recovered, rules=rules, on_event=on_event)
+    at_once = WAVE_SHARE if config.asynchrony.max_staleness else 1.0  # without staleness no engine samples meanwhile
+    pool = EnginePool(initial=model_dir, recovered=settings.recovered, rules=rules, on_event=on_event, at_once=at_once)
     names = engine.urls or _own_names(engine.count)
     keeper, first = _Keeper(settings, pool, on_event, own), asyncio.Event()
 

@@ -32,6 +32,8 @@ class ServedVersions:
         self._prepared, self._store = prepared, store
         self._engine, self._trainer, self._buffer = engine, trainer, buffer
         self._newest: WrittenVersion | None = None
+        self._unsealed: int | None = None
+        self._sealing, self._to_seal = asyncio.Lock(), asyncio.Event()
         self._to_load = asyncio.Event()
         self._loaded = asyncio.Event()
         self._loaded.set()
@@ -43,23 +45,34 @@ class ServedVersions:
         """Gets a Version that the log has with another checksum: a replay was not exact."""
 
     async def write(self, number: int, *, push: bool = True) -> float:
-        """Writes the trained weights as Version `number` and records it; returns the trainer's seconds.
+        """Writes the trained weights as Version `number`; returns the trainer's seconds.
 
-        `push` counts the write as a push. Raises `TrainerError`, `ChildDied` and `RunDirError`.
+        Sealing, which hashes the files, is left to `seal`, so that the next step need not wait for it. `push` counts
+        the write as a push. Raises `TrainerError`, `ChildDied` and `RunDirError`.
         """
+        await self.seal()
         unfinished = self._store.begin(number)
         busy_s = await self._trainer.write_version(unfinished / self._prepared.version_file, push=push)
         config = self._prepared.config
         if config.engine.urls or config.cluster.listen:
             await self._write_canary(unfinished)
-        written = await asyncio.to_thread(self._store.seal, number)
-        if not await self._buffer.record_version(number, written.checksum):
-            self.on_inexact(number)
-        self._newest, self.number = written, number
+        self._unsealed = self.number = number
+        self._to_seal.set()
         return busy_s
+
+    async def seal(self) -> None:
+        """Seals the Version that was written last and records it, unless that is done. Raises `RunDirError`."""
+        async with self._sealing:
+            if (number := self._unsealed) is None:
+                return
+            written = await asyncio.to_thread(self._store.seal, number)
+            if not await self._buffer.record_version(number, written.checksum):
+                self.on_inexact(number)
+            self._newest, self._unsealed = written, None
 
     async def load(self) -> None:
         """Has engines load the newest Version, then removes older ones."""
+        await self.seal()
         written, began_s = self._newest, time.monotonic()
         assert written is not None, "no Version was written yet"
         await self._engine.update_weights(written.version, written.path)
@@ -73,13 +86,22 @@ class ServedVersions:
         self._to_load.set()
 
     async def keep_loaded(self) -> None:
-        """Loads the newest Version after each `load_soon`, until cancelled."""
+        """Loads the newest Version after each `load_soon`, until cancelled; seals each while engines load another."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._keep_sealed(), name="sealing versions")
+            while True:
+                await self._to_load.wait()
+                self._to_load.clear()
+                await self.load()
+                if not self._to_load.is_set():
+                    self._loaded.set()
+
+    async def _keep_sealed(self) -> None:
+        """Seals each Version as soon as it is written."""
         while True:
-            await self._to_load.wait()
-            self._to_load.clear()
-            await self.load()
-            if not self._to_load.is_set():
-                self._loaded.set()
+            await self._to_seal.wait()
+            self._to_seal.clear()
+            await self.seal()
 
     async def loaded(self) -> None:
         """Waits until engines serve every Version of `load_soon`."""
@@ -94,12 +116,14 @@ class ServedVersions:
 
         Without these files the trainer writes its weights; they differ only if steps without a Version followed.
         """
+        await self.seal()
         if self._newest is None:
             kept = await asyncio.to_thread(self._store.kept, number)
             if kept is not None and await self._buffer.record_version(number, kept.checksum):
                 self._newest, self.number = kept, number
             else:
                 await self.write(number, push=False)
+                await self.seal()
         assert self._newest is not None
         await self._engine.update_weights(number, self._newest.path)
 

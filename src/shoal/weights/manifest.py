@@ -5,9 +5,10 @@ older Version has the same numbers before training. Both differ in few bits: the
 byte within its number, compresses to a fraction.
 """
 
-import hashlib
+import os
 import struct
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,10 +17,11 @@ import numpy as np
 import zstandard
 
 from shoal.errors import WireError
+from shoal.files import PART_BYTES, digest_of, part_digests
 from shoal.net.identity import Identity, is_signed_by
 from shoal.net.zstd import decompressed
 
-SHARD_BYTES = 4 << 20
+SHARD_BYTES = PART_BYTES
 LEVEL = 1
 """Level of zstd: higher levels take longer than they save on a fast network."""
 WHOLE, DELTA = b"\0", b"\1"
@@ -74,14 +76,36 @@ class SignedManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return manifest
 
 
-def digest_of(data: bytes) -> str:
-    """BLAKE2b-256 of some bytes, in hex."""
-    return hashlib.blake2b(data, digest_size=32).hexdigest()
+def manifest_of(version: int, directory: Path, digests: Callable[[Path], tuple[str, ...]] = part_digests) -> Manifest:
+    """Manifest of the files in a directory, without those in its folders; `digests` are a file's. Raises `OSError`."""
+    files = [path for path in sorted(directory.iterdir()) if path.is_file()]
+    return Manifest(version, tuple(_file(path, digests(path)) for path in files))
 
 
-def manifest_of(version: int, directory: Path) -> Manifest:
-    """Manifest of the files in a directory, without those in its folders. Raises `OSError`."""
-    return Manifest(version, tuple(_file(path) for path in sorted(directory.iterdir()) if path.is_file()))
+class KnownDigests:
+    """Digests of the newest large files, so that each is hashed once; a file that has changed is hashed again."""
+
+    KEPT = 8
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int, int], tuple[str, ...]] = {}
+
+    def __call__(self, path: Path) -> tuple[str, ...]:
+        """`part_digests` of a file. Raises `OSError`."""
+        state = path.stat()
+        key = state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
+        if (known := self._known.get(key)) is not None:
+            return known
+        digests = part_digests(path)
+        if len(digests) > 1:
+            self._known[key] = digests
+            for older in [*self._known][: -self.KEPT]:
+                del self._known[older]
+        return digests
+
+
+KNOWN = KnownDigests()
+"""Digests of this process: a Version is hashed when it is sealed, and its manifest is made of the same digests."""
 
 
 def signed(manifest: Manifest, identity: Identity) -> SignedManifest:
@@ -90,11 +114,10 @@ def signed(manifest: Manifest, identity: Identity) -> SignedManifest:
     return SignedManifest(data, identity.sign(data))
 
 
-def _file(path: Path) -> VersionFile:
-    with path.open("rb") as file:
-        parts = iter(lambda: file.read(SHARD_BYTES), b"")
-        shards = tuple(WeightShard(digest_of(part), len(part)) for part in parts)
-    return VersionFile(path.name, width_of(path), shards)
+def _file(path: Path, digests: Sequence[str]) -> VersionFile:
+    size = os.path.getsize(path)
+    sizes = (min(SHARD_BYTES, size - SHARD_BYTES * index) for index in range(len(digests)))
+    return VersionFile(path.name, width_of(path), tuple(map(WeightShard, digests, sizes)))
 
 
 def width_of(path: Path) -> int:

@@ -6,13 +6,14 @@ because the local copy is damaged or outdated, the whole shard is fetched.
 """
 
 import asyncio
+import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import EngineUnavailable, RequestRefused, WireError
-from shoal.files import sync
+from shoal.files import digest_of, sync
 from shoal.net.client import Client, words
 from shoal.weights.manifest import (
     SHARD_BYTES,
@@ -21,12 +22,11 @@ from shoal.weights.manifest import (
     VersionFile,
     WeightShard,
     decoded,
-    digest_of,
     manifest_of,
 )
 
-AT_ONCE = 4
-"""Shards fetched at the same time: enough to fill a slow link, few enough to use little memory."""
+AT_ONCE = max(4, min(16, os.cpu_count() or 1))
+"""Shards fetched at the same time: enough to fill a link and all cores, few enough to use little memory."""
 
 
 @dataclass(slots=True)

@@ -3,10 +3,11 @@
     GET /v1/versions/N              the signed manifest of a Version; 0 is the initial model
     GET /v1/shards/DIGEST?base=D    a shard, as a difference to the client's shard D if that is smaller
 
-Hashes are computed on the first request, so a run on one machine computes none.
+A Version is hashed once, when it is sealed; other files on the first request.
 """
 
 import asyncio
+import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -20,13 +21,13 @@ from starlette.routing import Route
 
 from shoal.net.identity import Identity
 from shoal.net.server import Refused, json
-from shoal.weights.manifest import SHARD_BYTES, Manifest, SignedManifest, encoded, manifest_of, signed
+from shoal.weights.manifest import KNOWN, SHARD_BYTES, Manifest, SignedManifest, encoded, manifest_of, signed
 
 KEPT_MANIFESTS = 256
 """Newest manifests kept, in addition to the initial model's."""
 KEPT_SHARDS = 64
 """Encoded shards kept in a cache: engines request the same ones at about the same time."""
-AT_ONCE = 4
+AT_ONCE = max(4, min(16, os.cpu_count() or 1))
 """Shards read and compressed at the same time."""
 
 
@@ -83,7 +84,7 @@ class VersionServer:
 
     async def _signed(self, version: int) -> SignedManifest:
         directory = self._store.directory_of(version) if version else self._model_dir
-        manifest = await asyncio.to_thread(manifest_of, version, directory)
+        manifest = await asyncio.to_thread(manifest_of, version, directory, KNOWN)
         for digest, places in list(self._places.items()):
             self._places[digest] = kept = [place for place in places if place.file.exists()]
             if not kept:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import RunDirError
-from shoal.files import checksum
+from shoal.files import checksum, has_checksum
+from shoal.weights.manifest import KNOWN
 
 FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 
@@ -56,7 +57,7 @@ class WeightStore:
         unfinished, final = self._directory / f"v{version}.unfinished", self._directory / f"v{version}"
         with self._writing():
             name = _name_in(unfinished)
-            digest = checksum(unfinished / name)
+            digest = checksum(unfinished / name, KNOWN(unfinished / name))
             (unfinished / "checksum").write_text(digest)
             if final.exists():
                 shutil.rmtree(final)
@@ -76,7 +77,7 @@ class WeightStore:
         try:
             digest = (final / "checksum").read_text()
             file = final / _name_in(final)
-            whole = checksum(file) == digest
+            whole = has_checksum(file, digest)
         except OSError:
             return None
         return WrittenVersion(version, file, digest) if whole else None

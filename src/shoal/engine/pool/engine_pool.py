@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.engine.pool.answers import AskedTokens, check_completions, check_info, check_scores
+from shoal.engine.pool.loading import pulled
 from shoal.engine.pool.members import LONGEST_BACKOFF_S, PoolMembers
 from shoal.engine.pool.named_models import NamedModel
 from shoal.engine.pool.replica import FAILURES_IN_A_ROW, Replica, ReplicaState, within
@@ -122,11 +123,13 @@ class EnginePool(PoolMembers):
         async with self._loader.turn:
             self._loader.aim(version, path)
             refusals: list[RequestRefused] = []
-            for wave in waves([m.name for m in self._replicas.values() if m.state is ReplicaState.READY]):
-                async with asyncio.TaskGroup() as loading:
-                    for name in wave:
-                        if name in self._replicas:
-                            loading.create_task(self._load(self._replicas[name], refusals), name=f"loading {name}")
+            ready = [replica for replica in self._replicas.values() if replica.state is ReplicaState.READY]
+            async with pulled(version, [replica.engine for replica in ready]):
+                for wave in waves([replica.name for replica in ready], self._at_once):
+                    async with asyncio.TaskGroup() as loading:
+                        for name in wave:
+                            if name in self._replicas:
+                                loading.create_task(self._load(self._replicas[name], refusals), name=f"loading {name}")
             if refusals and not any(replica.version >= version for replica in self._replicas.values()):
                 for replica in self._replicas.values():  # refusing replicas still serve their old weights
                     replica.state = ReplicaState.READY if replica.state is ReplicaState.UPDATING else replica.state

@@ -1,16 +1,47 @@
 """Loading of the newest weights into the engines of a pool, and the check that they compute with them."""
 
 import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from shoal.engine.pool.answers import AnswerRules, check_info, check_scores
 from shoal.engine.pool.canary import canary_of
 from shoal.engine.pool.named_models import NamedModel, NumberedWeights, ReplicaAdapters
 from shoal.engine.pool.replica import PoolEngine, Replica, ReplicaState, within
-from shoal.errors import EngineUnavailable, RequestRefused, WrongAnswer
+from shoal.errors import EngineError, EngineUnavailable, RequestRefused, WrongAnswer
 
 UPDATE_TIMEOUT_S = 900.0
+
+
+@runtime_checkable
+class PullsVersions(Protocol):
+    """Engine whose host fetches a Version before the engine loads it."""
+
+    async def pull(self, version: int) -> None:
+        """Returns once the host has the Version's files. Raises `EngineError`."""
+
+
+@asynccontextmanager
+async def pulled(version: int, engines: Iterable[object]) -> AsyncIterator[None]:
+    """Has all hosts fetch a Version from now on, so that none does so in its turn to load.
+
+    A failure is no news yet: the load fetches again.
+    """
+
+    async def pull(engine: PullsVersions) -> None:
+        with suppress(EngineError):
+            await engine.pull(version)
+
+    pulling = [asyncio.create_task(pull(engine)) for engine in engines if isinstance(engine, PullsVersions)]
+    try:
+        yield
+    finally:
+        for task in pulling:
+            task.cancel()
+        await asyncio.gather(*pulling, return_exceptions=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from shoal.engine.pool.answers import MOST_INTEGER, AnswerRules
 from shoal.engine.pool.loading import Loader
 from shoal.engine.pool.named_models import TURN_S, NumberedWeights
 from shoal.engine.pool.replica import PoolEngine, Replica, ReplicaState, within
+from shoal.engine.pool.routing import WAVE_SHARE
 from shoal.errors import EngineError, EngineUnavailable, WrongAnswer
 
 PATIENCE_S = 600.0  # of a request: longer than the start of a large model takes
@@ -38,15 +39,16 @@ class PoolMembers:
         on_event: Callable[[str], None] = lambda what: None,
         numbers: NumberedWeights | None = None,
         turn_s: float = TURN_S,
+        at_once: float = WAVE_SHARE,
     ) -> None:
         """`patience_s` bounds a request's wait for a replica that can take it; `initial` has the weights of version 0.
 
         A replica that does not report its state within `check_timeout_s` counts as away. Replicas may serve versions up
         to `recovered` before `update_weights` gives them any. `on_event` gets a sentence for each wrong answer. With
         `numbers` the pool serves named models on the `initial` weights instead of Versions; a request for other weights
-        waits `turn_s` before later requests wait for it.
+        waits `turn_s` before later requests wait for it. A share `at_once` of the replicas loads weights together.
         """
-        self._rules, self._on_event = rules or AnswerRules(), on_event
+        self._rules, self._on_event, self._at_once = rules or AnswerRules(), on_event, at_once
         self._patience_s, self._turn_s = patience_s, turn_s
         self._check_every_s, self._check_timeout_s = check_every_s, check_timeout_s
         self._loader = Loader(

@@ -52,9 +52,9 @@ def chosen(
     return next(among[name] for name in preference(key, among) if among[name].load < bound)
 
 
-def waves(names: Sequence[str]) -> list[list[str]]:
-    """Groups of replicas that load weights one after another; all replicas at once only if there is a single one."""
-    size = max(1, int(len(names) * WAVE_SHARE))
+def waves(names: Sequence[str], share: float = WAVE_SHARE) -> list[list[str]]:
+    """Groups of replicas that load weights one after another: a `share` of all, 0 for one by one, 1 for all at once."""
+    size = max(1, int(len(names) * share))
     return [list(names[start : start + size]) for start in range(0, len(names), size)]
 
 

@@ -139,6 +139,10 @@ class HttpEngine:
 class PullingEngine(HttpEngine):
     """Engine of another host, which pulls each Version from the run."""
 
+    async def pull(self, version: int) -> None:
+        """Returns once the host has the Version's files; the engine keeps its weights."""
+        await self._client.post("/pull_weights", protocol.UpdateWeightsRequest(version))
+
     async def update_weights(self, version: int, path: Path) -> None:
         """Returns once the engine serves the Version; the path is the run's own, and is not sent."""
         await self._client.post("/update_weights", protocol.UpdateWeightsRequest(version))

@@ -49,6 +49,16 @@ class ServedEngine(Protocol):
         """State of the engine."""
 
 
+def posted(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, object, object]]) -> Route:
+    """Route that answers a body of a kind."""
+
+    async def handle(http: Request) -> Response:
+        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), kind)
+        return json(await answer(asked))
+
+    return Route(path, handle, methods=["POST"])
+
+
 def engine_app(
     engine: ServedEngine,
     *,
@@ -59,13 +69,6 @@ def engine_app(
     handlers: dict[type[Exception], ExceptionHandler] = HANDLERS,
 ) -> Starlette:
     """Application of an engine: the common routes and `more`, all behind the token but the `free` ones."""
-
-    def post(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, object, object]]) -> Route:
-        async def handle(http: Request) -> Response:
-            asked = decoded(await body(http, protocol.MAX_BODY_BYTES), kind)
-            return json(await answer(asked))
-
-        return Route(path, handle, methods=["POST"])
 
     def cancellable(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, object, object]]) -> Route:
         async def handle(http: Request) -> Response:
@@ -97,9 +100,9 @@ def engine_app(
     routes = [
         cancellable("/inference/v1/generate", protocol.GenerateRequest, engine.generate),
         cancellable("/score", protocol.LogprobsRequest, engine.score),
-        post("/update_weights", protocol.UpdateWeightsRequest, engine.update_weights),
-        post("/v1/load_lora_adapter", protocol.LoadAdapterRequest, engine.load_adapter),
-        post("/v1/unload_lora_adapter", protocol.UnloadAdapterRequest, engine.unload_adapter),
+        posted("/update_weights", protocol.UpdateWeightsRequest, engine.update_weights),
+        posted("/v1/load_lora_adapter", protocol.LoadAdapterRequest, engine.load_adapter),
+        posted("/v1/unload_lora_adapter", protocol.UnloadAdapterRequest, engine.unload_adapter),
         get("/abort_requests", abort, method="POST"),
         get("/health", health),
         get("/info", engine.info),

@@ -1,0 +1,95 @@
+"""Versions leave the step at once: they are hashed, recorded and loaded beside the next one."""
+
+import asyncio
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from shoal.config import parse
+from shoal.run.versions import ServedVersions
+from shoal.weights.store import FILE, WeightStore, WrittenVersion
+
+
+class HeldStore(WeightStore):
+    """Seals nothing until it is let."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.may, self.sealed = threading.Semaphore(0), list[int]()
+
+    def seal(self, version: int) -> WrittenVersion:
+        assert self.may.acquire(timeout=60)
+        self.sealed.append(version)
+        return super().seal(version)
+
+
+class Writing:
+    """A trainer and a log, by what they have."""
+
+    def __init__(self) -> None:
+        self.written, self.recorded = list[str](), list[int]()
+
+    async def write_version(self, path: Path, **_: object) -> float:
+        path.write_text(path.parent.name)  # noqa: ASYNC240
+        self.written.append(path.parent.name)
+        return 1.5
+
+    async def record_version(self, version: int, checksum: str) -> bool:
+        self.recorded.append(version)
+        return True
+
+    def on_loaded(self, version: int) -> None:
+        assert version in self.recorded, "the log has a Version before an engine loads it"
+
+
+class Loading:
+    """An engine that says when it has loaded."""
+
+    def __init__(self) -> None:
+        self.loaded = asyncio.Queue[int]()
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        assert path.read_text() == f"v{version}.unfinished"  # noqa: ASYNC240
+        await self.loaded.put(version)
+
+
+def test_a_step_does_not_wait_until_its_version_is_hashed_and_the_next_version_does(tmp_path: Path) -> None:
+    async def main() -> None:
+        both: Any = Writing()
+        engine: Any = Loading()
+        prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
+        store = HeldStore(tmp_path)
+        versions = ServedVersions(prepared, engine, both, both, store)
+        async with asyncio.TaskGroup() as tasks:
+            keeping = tasks.create_task(versions.keep_loaded())
+            assert await versions.write(1) == 1.5
+            versions.load_soon()
+            assert versions.number == 1, "the next step trains on the new Version"
+            assert both.recorded == store.sealed == []
+            second = tasks.create_task(versions.write(2))
+            await asyncio.sleep(0)
+            assert both.written == ["v1.unfinished"], "one Version is sealed at a time"
+            store.may.release(2)
+            assert await engine.loaded.get() == 1
+            await second
+            versions.load_soon()
+            assert await engine.loaded.get() == 2
+            await versions.loaded()
+            keeping.cancel()
+        assert both.recorded == store.sealed == [1, 2]
+
+    asyncio.run(main())
+
+
+def test_a_version_of_no_loop_is_sealed_before_it_is_loaded(tmp_path: Path) -> None:
+    async def main() -> None:
+        both: Any = Writing()
+        engine: Any = Loading()
+        prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
+        versions = ServedVersions(prepared, engine, both, both, WeightStore(tmp_path))
+        await versions.write(1)
+        await versions.load()
+        assert (engine.loaded.get_nowait(), both.recorded) == (1, [1])
+
+    asyncio.run(main())
