@@ -25,7 +25,7 @@ LAYERS = (
     },
     {"net"},
     {"config", "model", "sandbox"},
-    {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights"},
+    {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights", "workspace"},
     {"cluster", "environments", "observe", "rollout", "swarm", "tinker"},
     {"run"},
     {"cli", "library"},

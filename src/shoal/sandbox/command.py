@@ -18,6 +18,12 @@ from shoal.sandbox.program import Backend, Program, ProgramLimits
 
 WORK_FOLDER = "/shoal-work"  # no readable file lies below this path
 _LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+_SYSTEM = tuple(
+    path
+    for path in ("/bin", "/usr", "/lib", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+    if os.path.exists(path)
+)
+"""Paths that commands in a work tree read as well, such as a shell; none has a secret of the machine."""
 _BOOT = "import sys; sys.path.append(sys.argv[1]); from shoal.sandbox.launcher import main; main(*sys.argv[2:])"
 _NOBODY = "65534"
 _UIDS = 1 << 20
@@ -43,6 +49,12 @@ class LaunchSpec:
     memory_bytes: int
     processes: int
     file_bytes: int
+    tree: str
+    """The host's folder of a work tree, or "" for an empty folder."""
+    layers: list[str]
+    tops: list[str]
+    hidden: list[str]
+    """Folders below readable ones that appear empty."""
 
 
 def launch_spec(
@@ -50,8 +62,12 @@ def launch_spec(
 ) -> LaunchSpec:
     """Launch specification of a program."""
     first, *rest = program.command
+    tree, named = program.tree, [str(path.resolve()) for path in program.packages]
     readable = visible(*program.packages)
-    keeps_user = backend is Backend.LANDLOCK or not all(map(_open_to_others, [*readable, str(own_package())]))
+    if tree is not None:
+        readable = outermost(named if tree.has_system else [*readable, *_SYSTEM])
+    keeps_user = tree is not None or backend is Backend.LANDLOCK
+    keeps_user = keeps_user or not all(map(_open_to_others, [*readable, str(own_package())]))
     packages = {"PYTHONPATH": os.pathsep.join(map(str, program.packages))} if program.packages else {}
     return LaunchSpec(
         backend=backend.value,
@@ -66,7 +82,25 @@ def launch_spec(
         memory_bytes=limits.memory_bytes,
         processes=limits.processes,
         file_bytes=limits.file_bytes,
+        tree=str(tree.folder) if tree is not None else "",
+        layers=[str(layer) for layer in tree.layers] if tree is not None else [],
+        tops=[name for name in tree.tops if _is_free(name, readable)] if tree is not None else [],
+        hidden=[] if tree is None or tree.has_system else [one for one in _installed_beside() if one not in named],
     )
+
+
+def _is_free(name: str, readable: Sequence[str]) -> bool:
+    """Whether no readable path lies below a top folder's place, which would hide the path."""
+    return not any(path.startswith(f"/{name}/") for path in (*readable, str(own_package())))
+
+
+@cache
+def _installed_beside() -> tuple[str, ...]:
+    """Folders of installed packages below the system's readable folders: they may have a task's own package, mended."""
+    roots = [Path(os.path.realpath(os.__file__)).parent, *Path("/usr").glob("lib/python3*")]
+    roots += Path("/usr/local").glob("lib/python3*")
+    found = [root / name for root in roots for name in ("site-packages", "dist-packages")]
+    return tuple(outermost([str(folder) for folder in found if folder.is_dir() and not folder.is_symlink()]))
 
 
 def module_command(backend: Backend, module: Program) -> list[str]:
@@ -169,7 +203,11 @@ def boxed(spec: LaunchSpec, info_fd: int = NONE) -> list[str]:
         arguments += ["--ro-bind", path, path]
     for path in DEVICES:
         arguments += ["--dev-bind", path, path]
-    if spec.folder:
+    for path in spec.hidden:
+        arguments += ["--tmpfs", path, "--remount-ro", path]
+    for name in spec.tops:
+        arguments += ["--bind", f"{spec.tree}/{name}", f"/{name}"]
+    if spec.folder and not spec.tree:
         arguments += ["--perms", "0777", "--size", str(spec.file_bytes), "--tmpfs", spec.folder]
     arguments += ["--remount-ro", "/", "--chdir", "/"]
     return [shutil.which("bwrap") or "bwrap", *arguments, "--", *_launcher("inside", spec)]

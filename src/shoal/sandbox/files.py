@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 from shoal.sandbox import kernel
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # which take milliseconds
+    from shoal.sandbox.command import LaunchSpec
+
 OLDEST = 3
 """Version of Landlock (Linux 6.2) from which truncating a file counts as writing."""
 
@@ -23,25 +27,55 @@ _FOR_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _NET, _SCOPES = 3, 3  # TCP bind and connect; abstract sockets and signals
 
 
-def enter_own_root(readable: list[str], folder: str, size_bytes: int) -> None:
-    """Replaces the root by readable paths, the devices and, unless it is "", an empty writable folder."""
+def enter_own_root(wanted: "LaunchSpec") -> None:
+    """Replaces the root by readable paths, the devices, and an empty writable folder or a work tree's top folders."""
     kernel.mount("none", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
     kernel.mount("tmpfs", _BASE, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=0755,size=1m")
-    for path in readable:
-        _bind(path)
+    for path in wanted.readable:
+        _bind(path, path)
         _add_attributes(_BASE + path, _READ_ONLY | _NOSUID | _NODEV, _AT_RECURSIVE)
+    for path in wanted.hidden:
+        kernel.mount("tmpfs", _BASE + path, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV | _READ_ONLY, "size=4k")
     for path in kernel.DEVICES:
-        _bind(path)
-    if folder:
-        os.mkdir(_BASE + folder)
-        data = f"mode=0777,size={size_bytes},nr_inodes={kernel.MOST_FILES}"
-        kernel.mount("tmpfs", _BASE + folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, data)
+        _bind(path, path)
+    if wanted.tree:
+        _bind_tops(wanted)
+    elif wanted.folder:
+        os.mkdir(_BASE + wanted.folder)
+        data = f"mode=0777,size={wanted.file_bytes},nr_inodes={kernel.MOST_FILES}"
+        kernel.mount("tmpfs", _BASE + wanted.folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, data)
     _add_attributes(_BASE, _READ_ONLY, 0)
     kernel.enter_root(_BASE)
 
 
-def _bind(path: str) -> None:
-    target = _BASE + path
+def _bind_tops(wanted: "LaunchSpec") -> None:
+    """Binds the top folders of a work tree; its own root is in no program's reach, so they are no links."""
+    source, merged = wanted.tree, f"{_BASE}/.tree"
+    if wanted.layers:
+        lower = ":".join(map(_in_options, wanted.layers))
+        own = f"upperdir={_in_options(source)}/upper,workdir={_in_options(source)}/work"
+        os.mkdir(merged)
+        kernel.mount(
+            "overlay", merged, "overlay", kernel.MS_NOSUID | kernel.MS_NODEV, f"lowerdir={lower},{own},userxattr"
+        )
+        source = merged
+    for name in wanted.tops:
+        _bind(f"{source}/{name}", f"/{name}")
+        _add_attributes(f"{_BASE}/{name}", _NOSUID | _NODEV, 0)
+    if wanted.layers:
+        kernel.detach(merged)
+        os.rmdir(merged)
+
+
+def _in_options(path: str) -> str:
+    """A path in the options of overlayfs."""
+    for mark in ("\\", ":", ","):
+        path = path.replace(mark, f"\\{mark}")
+    return path
+
+
+def _bind(path: str, place: str) -> None:
+    target = _BASE + place
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:

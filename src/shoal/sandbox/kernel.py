@@ -18,6 +18,8 @@ NONE = -1
 OPEN_FILES = 64
 MOST_FILES = 4096
 """Files and folders allowed in the work folder: each costs kernel memory, however short it is."""
+MOST_TREE_FILES = 65_536
+"""Files and folders that programs may add to a work tree."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
@@ -57,12 +59,17 @@ def mount(source: str, target: str, kind: str, flags: int, data: str = "") -> No
     _checked(f"mount {target}", _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]))
 
 
+def detach(path: str) -> None:
+    """Removes the mount at `path`; mounts made from it stay."""
+    _checked(f"umount {path}", _libc.umount2(os.fsencode(path), _MNT_DETACH))
+
+
 def enter_root(path: str) -> None:
     """Makes the mount at `path` the root, and the old root unreachable."""
     os.chdir(path)
     here = ctypes.c_char_p(b".")
     syscall("pivot_root", _PIVOT_ROOT, here, here)
-    _checked("umount", _libc.umount2(b".", _MNT_DETACH))
+    detach(".")
     os.chdir("/")
 
 

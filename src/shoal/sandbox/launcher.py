@@ -81,7 +81,7 @@ def _in_namespaces(wanted: "LaunchSpec", launcher: int) -> None:
     kernel.control(kernel.PR_SET_PDEATHSIG, _SIGKILL)
     if select.select([launcher], (), (), 0)[0]:
         os._exit(1)  # the launcher ended before the kernel was asked
-    files.enter_own_root(wanted.readable, wanted.folder, wanted.file_bytes)
+    files.enter_own_root(wanted)
     _be_first_process(wanted)
 
 

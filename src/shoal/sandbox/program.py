@@ -62,6 +62,34 @@ class ProgramLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkTree:
+    """Tree of files that programs work in, in place of an empty folder, and that outlives them.
+
+    Each of its top folders is a folder of the sandbox's root. A program cannot replace a top folder, so no path that
+    the host opens leads through a link of the program.
+    """
+
+    folder: Path
+    """The whole tree; with `layers`, the folder with `upper` (what programs changed) and `work`, of overlayfs."""
+    tops: tuple[str, ...]
+    """Names of the top folders."""
+    current: str
+    """The program's current directory, below a top folder."""
+    layers: tuple[Path, ...] = ()
+    """Read-only layers under what programs changed, the topmost first; they need `Backend.NAMESPACES`."""
+    held_bytes: int = 0
+    held_files: int = 0
+    """Size and number of files that the folder began with; limits count what came after."""
+    has_system: bool = False
+    """Whether the tree has a system's programs and libraries, so that those of this machine stay outside."""
+
+    @property
+    def changed(self) -> Path:
+        """Folder whose size the limits bound."""
+        return self.folder / "upper" if self.layers else self.folder
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """Python source or a command, and its files in the work folder, which is its current directory.
 
@@ -80,6 +108,8 @@ class Program:
     """Folders to import from, such as a site-packages."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Whole environment; packages add PYTHONPATH."""
+    tree: WorkTree | None = None
+    """None stands for an empty work folder, which is gone after the program."""
 
     def __post_init__(self) -> None:
         if (self.source is None) == (not self.argv):

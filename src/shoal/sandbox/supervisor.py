@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox.command import WORK_FOLDER, boxed, launch_spec
-from shoal.sandbox.kernel import MOST_FILES, NONE, PARENT
-from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits
+from shoal.sandbox.kernel import MOST_FILES, MOST_TREE_FILES, NONE, PARENT
+from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits, WorkTree
 from shoal.sandbox.usage import folder_holds_more, remove_tree, unshared_bytes, usage_of
 
 START_TIMEOUT_S = 20.0
@@ -27,6 +27,7 @@ END_TIMEOUT_S = 10.0
 """Seconds for the kernel to remove killed processes."""
 WATCH_EVERY_S = 0.025
 _CHUNK_BYTES = 1 << 16
+_WALK_PAUSES = 20
 _CHILD = re.compile(rb'"child-pid": (\d+)')
 _ENDED = re.compile(rb"ended (\d+) ([\d.e-]+)\n")
 
@@ -50,7 +51,7 @@ def run_on(
         )
     try:
         with contextlib.ExitStack() as stack:
-            folder = stack.enter_context(work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
+            folder = _folder(backend, program, stack)
             files_fd = stack.enter_context(_memory_file("files", marshal.dumps(dict(program.all_files))))
             stdin_fd = stack.enter_context(_memory_file("stdin", program.stdin))
             status_fd, their_status_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -70,10 +71,21 @@ def run_on(
                     pass_fds=(their_status_fd, info_fd, files_fd),
                     start_new_session=True,
                 )
-            with _Watch(process, limits, backend, folder, status_fd, stop) as watch:
+            with _Watch(process, limits, backend, folder, status_fd, stop, program.tree) as watch:
                 return watch.run()
     except OSError as error:  # no process, no descriptor, no memory, no space
         raise SandboxUnavailable(f"the {backend.value} sandbox failed: {error}") from None
+
+
+def _folder(backend: Backend, program: Program, stack: contextlib.ExitStack) -> str:
+    """The program's current directory. Raises `SandboxUnavailable` for a work tree that the backend cannot show."""
+    tree = program.tree
+    if tree is None:
+        return stack.enter_context(work_folder()) if backend is Backend.LANDLOCK else WORK_FOLDER
+    if backend is Backend.LANDLOCK or (tree.layers and backend is not Backend.NAMESPACES):
+        needed = Backend.NAMESPACES.value + ("" if tree.layers else f" or {Backend.BUBBLEWRAP.value}")
+        raise SandboxUnavailable(f"a work tree needs the sandbox {needed}, got {backend.value}")
+    return tree.current
 
 
 @contextlib.contextmanager
@@ -118,6 +130,7 @@ class _Watch:
     folder: str
     status_fd: int
     stop: int | None
+    tree: WorkTree | None
     reports: bytearray = field(default_factory=bytearray)
     """Reports of the launcher."""
     outputs: dict[int, bytearray] = field(default_factory=dict)
@@ -134,6 +147,8 @@ class _Watch:
     idle_s: float = 0.0
     looked_s: float = 0.0
     """Time of the newest look at the program's usage."""
+    next_walk_s: float = 0.0
+    """Time of the next look at a work tree's files; walks take at most a twentieth of the time."""
 
     def __enter__(self) -> "_Watch":
         try:
@@ -261,6 +276,13 @@ class _Watch:
         return Ended.KILLED_FILES if self._files_broken() else None
 
     def _files_broken(self) -> bool:
+        if self.tree is not None:
+            if (now_s := time.monotonic()) < self.next_walk_s:
+                return False
+            most = (self.tree.held_bytes + self.limits.file_bytes, self.tree.held_files + MOST_TREE_FILES)
+            broken = folder_holds_more(str(self.tree.changed), *most)
+            self.next_walk_s = time.monotonic() + _WALK_PAUSES * (time.monotonic() - now_s)
+            return broken
         if self.backend is Backend.LANDLOCK:
             return folder_holds_more(self.folder, self.limits.file_bytes, MOST_FILES)
         if self.backend is Backend.BUBBLEWRAP:  # bubblewrap has no option for the number of files

@@ -1,0 +1,207 @@
+"""Verdict on a workspace: hidden tests run in a second sandbox, after all processes of the first have ended.
+
+The second sandbox sees the workspace's changes as a read-only layer. Above them lies a layer with the hidden tests and
+with the tree's own files at the restored paths, so what an agent left at these paths counts for nothing. Its home and
+its temporary files are not there either.
+"""
+
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+
+from shoal.errors import SandboxUnavailable, TaskError
+from shoal.sandbox.program import Finished, ProgramLimits
+from shoal.sandbox.usage import remove_tree
+from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, fork
+from shoal.workspace.reports import ReportKind, TestStatus, results
+from shoal.workspace.tree import Tree, walked
+
+STEERING = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py"),
+    *("usercustomize.py", "pytest.py", "_pytest", "unittest", "unittest.py", "pluggy"),
+)
+"""Paths that decide how tests run; they are restored for every verdict."""
+MOST_REPORT_BYTES = 64 << 20
+_LOG_CHARACTERS = 4000
+_REPORT = f"{HOME[1:]}/report.xml"
+_OPAQUE = "user.overlay.opaque"
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenTests:
+    """Tests that an agent does not see, and how they decide."""
+
+    command: tuple[str, ...] = ("python", "-m", "pytest", "-q")
+    """Command in the tree's folder; "python" is this Python. It names the tests to run."""
+    kind: ReportKind = ReportKind.JUNIT
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Content by path, relative to the tree's folder or absolute below one of its top folders."""
+    red: tuple[str, ...] = ()
+    """Tests that fail in the tree and should pass. Empty: all tests of the report."""
+    green: tuple[str, ...] = ()
+    """Tests that pass in the tree and must still pass."""
+    restored: tuple[str, ...] = ()
+    """Paths of the tree's own tests, in addition to `STEERING`: the agent's changes there count for nothing."""
+    limits: ProgramLimits = LIMITS
+
+    def __post_init__(self) -> None:
+        for name in (*self.files, *self.restored):
+            if not PurePosixPath(name).parts or ".." in PurePosixPath(name).parts:
+                raise TaskError(f"hidden tests: expected a path inside of the tree, got {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Result of hidden tests on a workspace."""
+
+    reward: float
+    """Share of the red tests that turned green; 0 when a green one turned red."""
+    tests: Mapping[str, TestStatus]
+    """Every test of the report."""
+    turned_green: tuple[str, ...]
+    turned_red: tuple[str, ...]
+    still_red: tuple[str, ...]
+    is_forged: bool
+    """True if a test that must fail was reported otherwise; the reward is 0."""
+    finished: Finished
+    log: str
+    """End of the command's output."""
+
+
+async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
+    """Verdict on a workspace as it is between its commands.
+
+    Raises `SandboxUnavailable` when no verdict can be reached: that is a failure, and no reward of 0.
+    """
+    async with workspace.turn:
+        canary = f"test_{secrets.token_hex(8)}"
+        try:
+            with _second(workspace, tests, canary) as second:
+                command, options = _command(tests, canary)
+                finished = await second.run_program((*command, *options), tests.limits)
+                report = _read(second.own / _REPORT)
+        except OSError as error:  # no space, no memory, no descriptor
+            raise SandboxUnavailable(f"no verdict could be reached: {error}") from error
+    output = (finished.stdout + b"\n" + finished.stderr).decode(errors="replace")
+    found = dict(results(tests.kind, report, output, finished.exit_code))
+    own = [name for name in found if canary in name]
+    is_forged = bool(found) and _has_canary(tests) and [found.pop(name) for name in own] != [TestStatus.FAILED]
+    return _verdict(tests, found, finished, output, is_forged=is_forged)
+
+
+def _verdict(
+    tests: HiddenTests, found: Mapping[str, TestStatus], finished: Finished, output: str, *, is_forged: bool
+) -> Verdict:
+    red = tests.red or tuple(name for name in found if name not in tests.green)
+    passed = {name for name, status in found.items() if status is not TestStatus.FAILED}
+    turned_green = tuple(name for name in red if found.get(name) is TestStatus.PASSED)
+    turned_red = tuple(name for name in tests.green if name not in passed)
+    reward = len(turned_green) / len(red) if red and not turned_red and not is_forged else 0.0
+    still_red = tuple(name for name in red if name not in turned_green)
+    log = output[-_LOG_CHARACTERS:]
+    return Verdict(reward, found, turned_green, turned_red, still_red, is_forged, finished, log)
+
+
+def _has_canary(tests: HiddenTests) -> bool:
+    return tests.kind is ReportKind.JUNIT
+
+
+def _command(tests: HiddenTests, canary: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The command, and the options that make pytest report and run the canary."""
+    if tests.kind is not ReportKind.JUNIT:
+        return tests.command, ()
+    options = ("-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml=/{_REPORT}")
+    return tests.command, ("--continue-on-collection-errors", *options, _canary_path(tests, canary))
+
+
+def _canary_path(tests: HiddenTests, canary: str) -> str:
+    """The canary lies in the folder of the first hidden or restored test, under a name that is new for each verdict."""
+    first = next((PurePosixPath(name) for name in (*tests.files, *tests.restored)), PurePosixPath())
+    return str((first.parent if first.suffix else first) / f"{canary}.py")
+
+
+def _second(workspace: Workspace, tests: HiddenTests, canary: str) -> Workspace:
+    """A fork with the workspace's changes under a layer with the hidden tests. Raises `OSError`."""
+    with tempfile.TemporaryDirectory(dir=workspace.folder) as made:
+        layer = Path(made)
+        _lay(layer, workspace.tree, tests, canary)
+        tops = tuple(sorted({*workspace.tree.tops, *(one.name for one in layer.iterdir())}))
+        copied = replace(workspace.tree, tops=tops, layers=(workspace.own,))
+        if workspace.kind is not ForkKind.OVERLAY:
+            second = fork(copied, workspace.kind, packages=workspace.packages)
+            _put(layer, second.own)
+            return second
+        second = fork(workspace.tree, workspace.kind, packages=workspace.packages)
+        layer = layer.rename(second.folder / "tests")
+        second.tree = replace(copied, layers=(layer, workspace.own, *workspace.tree.layers))
+        Path(made).mkdir()
+        return second
+
+
+def _lay(layer: Path, tree: Tree, tests: HiddenTests, canary: str) -> None:
+    """Fills the layer in the form of overlayfs: a device 0/0 removes what is below, an opaque folder hides it."""
+    for name in (HOME[1:], "tmp"):
+        _make_opaque(layer / name)
+    (layer / HOME[1:] / "tmp").mkdir()
+    own = layer / tree.place[1:]
+    own.mkdir(parents=True, exist_ok=True)
+    for name in (*STEERING, *tests.restored):
+        source, target = tree.base / name, own / name
+        if target.exists():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir() and not source.is_symlink():
+            _make_opaque(target)
+            shutil.copytree(source, target, symlinks=True, dirs_exist_ok=True)
+        elif os.path.lexists(source):
+            shutil.copy2(source, target, follow_symlinks=False)
+        else:
+            os.mknod(target, stat.S_IFCHR, os.makedev(0, 0))
+    files = dict(tests.files)
+    if _has_canary(tests):
+        files[_canary_path(tests, canary)] = f"def {canary}():\n    assert False\n".encode()
+    for name, content in files.items():
+        target = own / name if not name.startswith("/") else layer / name[1:]
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        target.write_bytes(content)
+
+
+def _make_opaque(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    os.setxattr(folder, _OPAQUE, b"y")
+
+
+def _put(layer: Path, onto: Path) -> None:
+    """Does to a copy what overlayfs does with a layer; follows none of the links that an agent left."""
+    for source in sorted(walked(layer)):
+        target = onto / source.relative_to(layer)
+        is_folder = source.is_dir() and not source.is_symlink()
+        is_opaque = is_folder and _OPAQUE in os.listxattr(source)
+        if target.is_dir() and not target.is_symlink():
+            if is_opaque or not is_folder:
+                remove_tree(str(target))
+        elif os.path.lexists(target):
+            target.unlink()
+        if is_folder:
+            target.mkdir(exist_ok=True)
+        elif not stat.S_ISCHR(source.lstat().st_mode):
+            shutil.copy2(source, target, follow_symlinks=False)
+
+
+def _read(path: Path) -> bytes:
+    """Bytes of a report that a program left; empty for a link, a folder, too many bytes, or no file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_REPORT_BYTES:
+            return b""
+        return file.read(MOST_REPORT_BYTES)

@@ -1,0 +1,49 @@
+"""Fixtures: a cache of trees and forks, and a small task in a tree. A module names this one in `pytest_plugins`."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.workspace.judge import HiddenTests
+from shoal.workspace.packages import installed
+from shoal.workspace.tree import Tree, tree_of
+
+RED, GREEN = "tests/test_sums.py::test_it_adds", "tests/test_sums.py::test_it_is_callable"
+
+
+@pytest.fixture(scope="session")
+def workspace_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def own_cache(workspace_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(workspace_cache))
+
+
+@pytest.fixture
+def source(tmp_path: Path, own_cache: None) -> Path:
+    folder = tmp_path / "source"
+    (folder / "tests").mkdir(parents=True)
+    (folder / "sums.py").write_text("def add(a, b):\n    return a - b\n")
+    (folder / "tests" / "test_sums.py").write_text(
+        "from sums import add\n\n\ndef test_it_adds():\n    assert add(1, 2) == 3\n\n\n"
+        "def test_it_is_callable():\n    assert callable(add)\n"
+    )
+    return folder
+
+
+@pytest.fixture
+def tree(source: Path) -> Tree:
+    return tree_of(source)
+
+
+@pytest.fixture
+def hidden() -> HiddenTests:
+    command = ("python", "-m", "pytest", "-q", "tests/test_sums.py")
+    return HiddenTests(command, red=(RED,), green=(GREEN,), restored=("tests",))
+
+
+@pytest.fixture
+def packages(own_cache: None) -> tuple[Path, ...]:
+    return (installed("pytest"),)

@@ -1,0 +1,188 @@
+"""Trees are named by their content; forks share nothing but the tree; a shell goes on from command to command."""
+
+import asyncio
+import os
+import stat
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import TaskError
+from shoal.sandbox.program import Ended, ProgramLimits
+from shoal.workspace.fork import LIMITS, ForkKind, Workspace, fork, fork_kind, new_folder, sweep
+from shoal.workspace.tree import Tree, tree_named, tree_of, trees_directory
+
+pytest_plugins = ("small_workspaces",)
+KINDS = (ForkKind.OVERLAY, ForkKind.COPY)
+
+
+def said(workspace: Workspace, command: str, limits: ProgramLimits = LIMITS) -> str:
+    return asyncio.run(workspace.run(command, limits)).stdout.decode()
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> ForkKind:
+    if request.param is ForkKind.OVERLAY and fork_kind() is not ForkKind.OVERLAY:
+        pytest.skip(f"this machine forks by {fork_kind()}")
+    return ForkKind(request.param)
+
+
+def test_a_tree_has_the_same_name_from_a_directory_a_tar_a_wheel_and_a_bundle(source: Path, tmp_path: Path) -> None:
+    (source / "run.sh").write_text("echo run\n")
+    with tarfile.open(tmp_path / "made-1.0.tar.gz", "w:gz") as archive:
+        archive.add(source, "made-1.0")
+    with zipfile.ZipFile(tmp_path / "made.whl", "w") as wheel:
+        for path in source.rglob("*.*"):
+            wheel.write(path, path.relative_to(source))
+    names = {tree_of(path).digest for path in (source, tmp_path / "made-1.0.tar.gz", tmp_path / "made.whl")}
+    assert len(names) == 1
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(source)]
+    for words in (
+        ["init", "-q"],
+        ["add", "."],
+        ["commit", "-qm", "all"],
+        ["bundle", "create", "-q", "../a.bundle", "HEAD"],
+    ):
+        subprocess.run([*git, *words], check=True)
+    assert (tree_of(tmp_path / "a.bundle").base / "run.sh").read_text() == "echo run\n"
+
+
+def test_a_changed_byte_a_mode_or_a_name_gives_another_tree_and_no_change_the_same(source: Path) -> None:
+    first = tree_of(source)
+    assert tree_of(source) == first == tree_named(first.digest)
+    (source / "sums.py").chmod(0o755)
+    second = tree_of(source)
+    (source / "sums.py").rename(source / "sum.py")
+    third = tree_of(source)
+    (source / "sum.py").write_text("")
+    assert len({first.digest, second.digest, third.digest, tree_of(source).digest}) == 4
+
+
+def test_an_archive_is_unpacked_once(source: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(source, "a")
+    made = tree_of(tmp_path / "a.tar")
+    began = (trees_directory() / "trees" / made.digest).stat().st_mtime_ns
+    assert tree_of(tmp_path / "a.tar") == made
+    assert (trees_directory() / "trees" / made.digest).stat().st_mtime_ns == began
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.tar", "a.whl", "a.bundle"])
+def test_what_is_no_tree_is_refused_in_a_sentence(name: str, tmp_path: Path, own_cache: None) -> None:
+    (tmp_path / name).write_bytes(b"nothing")
+    with pytest.raises(TaskError, match=f"workspace tree .*{name}"):
+        tree_of(tmp_path / name)
+    with pytest.raises(TaskError, match="absolute path"):
+        tree_of(tmp_path, place="relative")
+
+
+def test_an_archive_cannot_place_files_outside_of_its_tree(tmp_path: Path, own_cache: None) -> None:
+    (tmp_path / "secret").write_text("outside")
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        archive.add(tmp_path / "secret", "../../../escaped")
+    with pytest.raises(TaskError, match="escaped"):
+        tree_of(tmp_path / "a.tar")
+
+
+def test_forks_share_the_tree_and_nothing_else(tree: Tree, kind: ForkKind) -> None:
+    with fork(tree, kind) as one, fork(tree, kind) as other:
+        assert said(one, "echo mine > new; rm -r tests; echo '#' >> sums.py; ls") == "new\nsums.py\n"
+        assert said(other, "ls; cat sums.py") == "sums.py\ntests\ndef add(a, b):\n    return a - b\n"
+        assert (tree.base / "sums.py").read_text().endswith("a - b\n")
+        assert said(one, "cat new; tail -n 1 sums.py") == "mine\n#\n"
+    assert not one.folder.exists()
+    assert not other.folder.exists()
+
+
+def test_the_shell_goes_on_from_command_to_command(tree: Tree, kind: ForkKind) -> None:
+    with fork(tree, kind) as workspace:
+        finished = asyncio.run(
+            workspace.run("cd tests; X='a b'; export Y=2; f() { echo \"f $X\"; }; alias g='echo g'; exit 7")
+        )
+        assert finished.exit_code == 7
+        assert said(workspace, "pwd; f; g; python -c 'import os; print(os.environ[\"Y\"])'") == (
+            "/workspace/tests\nf a b\ng\n2\n"
+        )
+
+
+def test_no_process_outlives_its_command(tree: Tree, kind: ForkKind) -> None:
+    with fork(tree, kind) as workspace:
+        seconds = f"1000.{os.getpid()}"
+        assert said(workspace, f"(sleep {seconds} &) ; setsid sleep {seconds} & echo begun") == "begun\n"
+        assert not [pid for pid in os.listdir("/proc") if pid.isdigit() and seconds.encode() in _command_line(pid)]
+
+
+def _command_line(pid: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.mark.parametrize(
+    ("command", "limits", "ended"),
+    [
+        ("sleep 100", ProgramLimits(wall_s=0.5), Ended.KILLED_WALL),
+        ("yes", ProgramLimits(output_bytes=1000), Ended.KILLED_OUTPUT),
+        ("while true; do :; done", ProgramLimits(cpu_s=0.5), Ended.KILLED_CPU),
+        (
+            "for i in 1 2 3 4; do head -c 600000 /dev/zero > $i; done; sleep 9",
+            ProgramLimits(file_bytes=1 << 20),
+            Ended.KILLED_FILES,
+        ),
+    ],
+)
+def test_limits_end_a_command_and_the_workspace_goes_on(
+    command: str, limits: ProgramLimits, ended: Ended, tree: Tree, kind: ForkKind
+) -> None:
+    with fork(tree, kind) as workspace:
+        assert asyncio.run(workspace.run(command, limits)).ended is ended
+        assert said(workspace, "echo here") == "here\n"
+
+
+def test_a_snapshot_is_forked_again_with_its_shell_and_its_deletions(tree: Tree) -> None:
+    if fork_kind() is not ForkKind.OVERLAY:
+        pytest.skip(f"this machine forks by {fork_kind()}")
+    with fork(tree) as workspace:
+        said(workspace, "rm tests/test_sums.py; echo one > one; cd tests; X=1")
+        first = workspace.snapshot()
+        said(workspace, "echo two > ../two")
+        assert workspace.snapshot() != first
+    with fork(first) as again, fork(first) as beside:
+        assert (
+            said(again, "pwd; echo $X; ls ..; ls; echo three > ../three")
+            == "/workspace/tests\n1\none\nsums.py\ntests\n"
+        )
+        assert said(beside, "ls ..") == "one\nsums.py\ntests\n"
+        deeper = again.snapshot()
+    with fork(deeper) as deep:
+        assert said(deep, "ls ..") == "one\nsums.py\ntests\nthree\n"
+    assert len(deeper.layers) == 3
+    assert tree_named(deeper.digest) == deeper
+
+
+def test_forks_of_killed_processes_are_swept_and_those_of_living_ones_stay(tree: Tree) -> None:
+    with fork(tree) as workspace:
+        code = (
+            "import os, sys; from pathlib import Path; from shoal.workspace.fork import fork; "
+            "from shoal.workspace.tree import tree_named; w = fork(tree_named(sys.argv[1])); "
+            "print(w.folder, flush=True); os.kill(os.getpid(), 9)"
+        )
+        done = subprocess.run([sys.executable, "-c", code, tree.digest], capture_output=True, text=True, check=False)
+        left = Path(done.stdout.strip())
+        assert left.is_dir()
+        assert sweep() == 1
+        assert not left.exists()
+        assert said(workspace, "echo lives") == "lives\n"
+
+
+def test_a_fork_that_holds_anything_is_removed(tree: Tree) -> None:
+    with fork(tree) as workspace:
+        said(workspace, "mkdir -p a/b; chmod 0 a; mkfifo pipe; ln -s / root; touch $'strange\\nname'")
+        assert stat.S_ISFIFO((workspace.own / "workspace" / "pipe").lstat().st_mode)
+    assert not workspace.folder.exists()
+    assert not list(new_folder().parent.glob(f"{workspace.folder.name}*"))

@@ -1,0 +1,185 @@
+"""A verdict comes from hidden tests alone: what an agent left where tests are counts for nothing."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from shoal.errors import SandboxUnavailable, TaskError
+from shoal.sandbox.program import ProgramLimits
+from shoal.workspace.fork import ForkKind, fork, fork_kind
+from shoal.workspace.judge import HiddenTests, Verdict, judge
+from shoal.workspace.reports import ReportKind, TestStatus, results
+from shoal.workspace.tree import Tree
+
+pytest_plugins = ("small_workspaces",)
+RED, GREEN = "tests/test_sums.py::test_it_adds", "tests/test_sums.py::test_it_is_callable"
+MENDED = "sed -i s/a\\ -\\ b/a+b/ sums.py"
+FORGING = (
+    "import _pytest.reports\n"
+    "made = _pytest.reports.TestReport.from_item_and_call\n"
+    "def forged(item, call):\n"
+    "    report = made(item, call)\n"
+    "    report.outcome, report.longrepr = 'passed', None\n"
+    "    return report\n"
+    "_pytest.reports.TestReport.from_item_and_call = forged\n"
+    "add = print\n"
+)
+
+
+@pytest.fixture(params=[ForkKind.OVERLAY, ForkKind.COPY])
+def kind(request: pytest.FixtureRequest) -> ForkKind:
+    if request.param is ForkKind.OVERLAY and fork_kind() is not ForkKind.OVERLAY:
+        pytest.skip(f"this machine forks by {fork_kind()}")
+    return ForkKind(request.param)
+
+
+def verdict(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...], *commands: str, kind: ForkKind | None = None
+) -> Verdict:
+    async def played() -> Verdict:
+        with fork(tree, kind, packages=packages) as workspace:
+            for command in commands:
+                await workspace.run(command)
+            return await judge(workspace, hidden)
+
+    return asyncio.run(played())
+
+
+def test_a_mended_tree_gets_the_reward_and_an_untouched_one_none(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...], kind: ForkKind
+) -> None:
+    untouched = verdict(tree, hidden, packages, kind=kind)
+    assert (untouched.reward, untouched.still_red, untouched.turned_red) == (0.0, (RED,), ())
+    mended = verdict(tree, hidden, packages, MENDED, kind=kind)
+    assert (mended.reward, mended.turned_green, mended.is_forged) == (1.0, (RED,), False)
+    assert mended.tests == {RED: TestStatus.PASSED, GREEN: TestStatus.PASSED}
+
+
+def test_a_green_test_that_turned_red_takes_the_reward(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
+) -> None:
+    broken = verdict(tree, hidden, packages, "echo 'raise SystemExit(0)' > sums.py")
+    assert (broken.reward, broken.turned_red) == (0.0, (GREEN,))
+
+
+def test_each_red_test_counts_for_its_share(tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]) -> None:
+    content = (
+        b"from sums import add\ndef test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(1, 2) == 4\n"
+    )
+    more = dataclasses.replace(
+        hidden,
+        command=("python", "-m", "pytest", "hidden/test_more.py"),
+        files={"hidden/test_more.py": content},
+        red=("hidden/test_more.py::test_a", "hidden/test_more.py::test_b"),
+        green=(),
+    )
+    assert verdict(tree, more, packages, MENDED).reward == 0.5
+
+
+@pytest.mark.parametrize(
+    "trick",
+    [
+        "printf 'def test_it_adds(): pass\\ndef test_it_is_callable(): pass\\n' > tests/test_sums.py",
+        "rm -r tests; ln -s /workspace/mine tests; mkdir mine; echo 'def test_it_adds(): pass' > mine/test_sums.py",
+        "printf 'def pytest_runtest_call(item): item.obj = lambda: 0\\n' > conftest.py; cp conftest.py tests/",
+        "printf '[pytest]\\naddopts = --co\\n' > pytest.ini",
+        "mkdir pytest; touch pytest/__init__.py; echo 'print(1)' > pytest/__main__.py",
+        "echo 'import os; os._exit(0)' > sitecustomize.py; cp sitecustomize.py usercustomize.py",
+        "echo 'import sys; sys.exit(0)' > sums.py",
+        "echo 'import os; os._exit(0)' > sums.py",
+        "echo 'raise KeyboardInterrupt' > sums.py",
+        f"cat > sums.py <<'EOF'\n{FORGING}EOF",
+        "rm -rf $HOME; rm -rf /shoal-home/*; ln -s /etc/passwd /shoal-home/report.xml",
+        "rm sums.py; mkfifo sums.py",
+        "rm -rf tests; echo file > tests",
+    ],
+)
+def test_no_trick_gets_a_reward(
+    trick: str, tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...], kind: ForkKind
+) -> None:
+    quick = dataclasses.replace(hidden, limits=ProgramLimits(wall_s=8.0, memory_bytes=1 << 30, processes=64))
+    assert verdict(tree, quick, packages, trick, kind=kind).reward == 0.0
+
+
+def test_a_forged_report_is_seen(tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]) -> None:
+    assert verdict(tree, hidden, packages, f"cat > sums.py <<'EOF'\n{FORGING}EOF").is_forged
+
+
+def test_the_agent_finds_neither_hidden_tests_nor_packages_that_it_was_not_given(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
+) -> None:
+    async def played() -> str:
+        secret = dataclasses.replace(hidden, files={"tests/test_hidden.py": b"SECRET = 'swordfish'\n"})
+        with fork(tree, packages=packages) as workspace:
+            await judge(workspace, secret)
+            found = await workspace.run(
+                "grep -rl swordfish /workspace /tmp /shoal-home; python -c 'import shoal, torch'"
+            )
+            return found.stdout.decode()
+
+    assert "test_hidden" not in asyncio.run(played())
+    assert "ModuleNotFoundError" in asyncio.run(played())
+
+
+def test_what_cannot_be_judged_is_a_failure_and_no_score(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
+) -> None:
+    async def played() -> None:
+        with fork(tree, packages=packages) as workspace:
+            gone = dataclasses.replace(workspace.tree, layers=(tree.layers[0] / "gone",))
+            workspace.tree = gone
+            await judge(workspace, hidden)
+
+    with pytest.raises(SandboxUnavailable):
+        asyncio.run(played())
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "expected"),
+    [
+        (
+            ReportKind.UNITTEST,
+            "test_a (t.A.test_a) ... ok\ntest_b (t.A)\nWhat it does ... FAIL\n",
+            {"t.A.test_a": "passed", "t.A.test_b": "failed"},
+        ),
+        (ReportKind.UNITTEST, "test_c (t.A.test_c) ... skipped 'no'\nRan 3 tests ... ok\n", {"t.A.test_c": "skipped"}),
+        (
+            ReportKind.TAP,
+            "1..4\nok 1 - a\nnot ok 2 - b\nok 3 # SKIP no\nnot ok 4 - d # TODO later\n",
+            {"a": "passed", "b": "failed", "3": "skipped", "d": "passed"},
+        ),
+        (ReportKind.EXIT_CODE, "", {"exit": "passed"}),
+        (ReportKind.JUNIT, "", {}),
+    ],
+)
+def test_reports_are_read(kind: ReportKind, output: str, expected: dict[str, str]) -> None:
+    assert dict(results(kind, b"", output, 0)) == expected
+
+
+def test_a_junit_report_has_the_ids_of_pytest() -> None:
+    report = b"""<testsuites><testsuite>
+    <testcase file="tests/test_a.py" classname="tests.test_a.TestB" name="test_c[1]"/>
+    <testcase file="tests/test_a.py" classname="tests.test_a" name="test_d"><error/></testcase>
+    <testcase file="tests/test_a.py" classname="tests.test_a" name="test_d"/>
+    <testcase file="tests/test_a.py" classname="tests.test_a" name="test_e"><skipped/></testcase>
+    </testsuite></testsuites>"""
+    assert dict(results(ReportKind.JUNIT, report, "", 1)) == {
+        "tests/test_a.py::TestB::test_c[1]": "passed",
+        "tests/test_a.py::test_d": "failed",
+        "tests/test_a.py::test_e": "skipped",
+    }
+
+
+def test_hidden_tests_stay_inside_of_the_tree() -> None:
+    with pytest.raises(TaskError, match="inside of the tree"):
+        HiddenTests(files={"../outside": b""})
+
+
+def test_an_exit_code_decides_where_a_command_has_no_report(tree: Tree) -> None:
+    script = HiddenTests(
+        ("/bin/bash", "/checks/run.sh"), ReportKind.EXIT_CODE, {"/checks/run.sh": b"grep -q plus sums.py\n"}
+    )
+    assert verdict(tree, script, ()).reward == 0.0
+    assert verdict(tree, script, (), "echo plus >> sums.py").reward == 1.0
