@@ -135,6 +135,11 @@ class Sampling:
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p: expected a number in [0, 1), got {self.min_p}")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a token's logprob is that of the whole distribution at the temperature."""
+        return self.temperature > 0 and self.top_p == 1 and not (self.top_k or self.min_p or self.grammar)
+
     def rest(self, sampled: int, index: int = 0) -> "Sampling | None":
         """Sampling that continues completion `index` after `sampled` tokens; None when no tokens are left.
 

@@ -18,6 +18,7 @@ from shoal.interfaces import Swarm
 from shoal.observe.metrics import Trackers
 from shoal.observe.token_files import TokensFiles
 from shoal.run.checkpoints import Checkpoints
+from shoal.run.engine_mismatch import EngineMismatch
 from shoal.run.engine_watch import EngineWatch
 from shoal.run.held_out_evaluations import HeldOutEvaluations
 from shoal.run.learning import Collapse, Learning
@@ -51,6 +52,7 @@ class TrainLoop:
         self.learning = Learning(returns, config.train.compares_within_groups)
         self._collapse = Collapse(config.train.lr)
         self.watch = EngineWatch(policy.engine, policy.buffer, config.engine)
+        self._mismatch = EngineMismatch(policy.engine)
         self.checkpoints = Checkpoints(config, parts.run_dir, policy.trainer, policy.buffer)
         self.evaluations = HeldOutEvaluations(
             config, parts.run_dir, parts.eval_tasks, policy.runner, parts.trackers, self.totals.evals
@@ -91,7 +93,8 @@ class TrainLoop:
         with metrics.waiting("groups_wait_s"):
             async with asyncio.TaskGroup() as both:
                 taking = both.create_task(policy.take())
-                # While the step waits for own groups, the trainer is free to encode those of peers.
+                # While the step waits for own groups, the trainer is free to encode those of peers, and to compare.
+                both.create_task(self._compare_engines())
                 encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
         rows = await policy.rows([*groups, *external])
@@ -142,6 +145,13 @@ class TrainLoop:
             return []
         temperature = self._config.rollout.temperature
         return await self._parts.swarm.take(version, partial(self.policy.trainer.logprobs, temperature=temperature))
+
+    async def _compare_engines(self) -> None:
+        """Compares what engines of other hosts have sampled with the trainer's logprobs."""
+        config = self._config
+        if config.engine.urls or config.cluster.listen:
+            logprobs = partial(self.policy.trainer.logprobs, temperature=config.rollout.temperature)
+            await self._mismatch.compare(logprobs, config.rollout.temperature)
 
     async def _seal(self, tasks: asyncio.TaskGroup) -> None:
         with self._metrics.waiting("save_s"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from shoal.cluster.rank_group import RankGroup
 from shoal.cluster.registry import RewardsRole
 from shoal.config import Config
+from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ChildDied
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import external_groups, snapshot
@@ -50,7 +51,7 @@ MOST_REMEMBERED = 16_384
 class AnsweringParts:
     """Running parts that answer tasks and score the answers."""
 
-    engine: Engine
+    engine: EnginePool
     """All engines as one."""
     own: OwnEngines
     scorer: Scorer

@@ -11,8 +11,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.engine.pool.engine_pool import EnginePool
 from shoal.experience.buffer import Buffer
-from shoal.interfaces import Engine, Runner, Scorer
+from shoal.interfaces import Runner, Scorer
 from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.run.dynamic_sampling import informative_groups
 from shoal.run.engines import OwnEngines
@@ -33,7 +34,7 @@ class PolicyParts:
     """Running parts of a policy."""
 
     prepared: Prepared
-    engine: Engine
+    engine: EnginePool
     trainer: TrainerProcess
     runner: Runner
     scorer: Scorer

@@ -28,6 +28,7 @@ from shoal.rollout.evaluation import held_out_tasks
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.backup import back_up, check_backup, keep_backup
 from shoal.run.blocking import run_blocking
+from shoal.run.engine_mismatch import differences
 from shoal.run.join_swarm import report_connection
 from shoal.run.loop import RunParts, TrainLoop
 from shoal.run.machine.devices import Threads
@@ -224,23 +225,26 @@ async def _watch(rank: Worker) -> None:
 async def logprob_mismatch(policy: Policy, *, same_weights: bool = True) -> float:
     """Mean |difference| in nats between the logprobs of engine and trainer, on answers just sampled.
 
-    Raises `ConfigError` above the bound of the dtype: importance ratios would measure the software, not the policy.
-    Without `same_weights` no bound applies: a trainer that resumes between two Versions is ahead of the engines.
+    Raises `ConfigError` where every engine is above the bound of the dtype: importance ratios would measure the
+    software, not the policy. An engine above it rests while others are below. Without `same_weights` no bound applies:
+    a trainer that resumes between two Versions is ahead of the engines.
     """
     prepared = policy.prepared
     sampling = Sampling(PARITY_TOKENS, stop_token_ids=prepared.renderer.stop_token_ids, seed=policy.config.seed)
-    rows, sampled = [], []
     for index in range(4):
         prompt_ids = prepared.renderer.prompt_ids(prepared.service.draw(Split.EVAL, index).messages)
-        for completion in await policy.engine.generate(prompt_ids, sampling, n=2):
-            rows.append([*prompt_ids, *completion.token_ids])
-            sampled.append(completion.logprobs)
-    pairs = zip(await policy.trainer.logprobs(rows), sampled, strict=True)
-    mismatch = fmean(abs(a - b) for ours, theirs in pairs for a, b in zip(ours[-len(theirs) :], theirs, strict=True))
+        await policy.engine.generate(prompt_ids, sampling, n=2)
+    found = await differences(policy.engine, policy.trainer.logprobs, sampling.temperature, 8)
+    mismatches = {name: fmean(each) for name, each in found.items()}
     bound = PARITY_BOUND_NATS[policy.config.model.dtype]
-    if same_weights and not mismatch <= bound:  # nan is no agreement either
+    fine = [nats for nats in mismatches.values() if nats <= bound or not same_weights]  # nan is no agreement either
+    if mismatches and not fine:
         raise ConfigError(
-            f"engine and trainer disagree about the same tokens: mean |logprob difference| {mismatch:.2e} nats, "
-            f"expected at most {bound:.0e}; check that both load the same model in the same dtype"
+            f"engine and trainer disagree about the same tokens: mean |logprob difference| "
+            f"{min(mismatches.values()):.2e} nats, expected at most {bound:.0e}; check that both load the same model "
+            "in the same dtype"
         )
-    return mismatch
+    for name, nats in mismatches.items() if same_weights else ():
+        departs = f"its logprobs differ from the trainer's by {nats:.2e} nats per token, expected at most {bound:.0e}"
+        policy.engine.judge(name, departs if not nats <= bound else "")
+    return fmean(fine or [0.0])

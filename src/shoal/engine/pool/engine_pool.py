@@ -21,7 +21,7 @@ from shoal.engine.pool.answers import AskedTokens, check_completions, check_info
 from shoal.engine.pool.loading import pulled
 from shoal.engine.pool.members import LONGEST_BACKOFF_S, PoolMembers
 from shoal.engine.pool.named_models import NamedModel
-from shoal.engine.pool.replica import FAILURES_IN_A_ROW, Replica, ReplicaState, within
+from shoal.engine.pool.replica import FAILURES_IN_A_ROW, Replica, ReplicaState, SampledRow, within
 from shoal.engine.pool.routing import chosen, oldest_served, session_key, summed, waves
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, WrongAnswer
@@ -163,7 +163,7 @@ class EnginePool(PoolMembers):
             info = await within(replica.engine.info(), self._check_timeout_s)
             check_info(info, self._rules.newest)
             if info.version < served:
-                raise EngineUnavailable(f"{replica.name} lost version {served}: it started anew, or got other weights")
+                raise WrongAnswer(f"version: expected at least {served}, which it has loaded, got {info.version}")
         except EngineError as error:
             self._lose(replica, error)
             return None
@@ -182,6 +182,12 @@ class EnginePool(PoolMembers):
                     context, sampling, n=n, priority=request.priority, adapter=adapter
                 )
                 check_completions(answer, asked, self._rules)
+                if request.model is None and sampling.is_plain:
+                    replica.sampled.extend(
+                        SampledRow((*context, *one.token_ids), one.logprobs, sampling.temperature)
+                        for one in answer
+                        if one.token_ids
+                    )
                 return answer
 
             answer = await replica.with_model(request.model, sampled)

@@ -150,6 +150,17 @@ class PoolMembers:
             self._on_event(f"{self._last_error}; {'it is left out' if replica.left_out else 'it rests'}")
         replica.return_calls()
 
+    def judge(self, name: str, departs: str) -> None:
+        """Has a replica rest whose answers depart from those of the others; an empty reason says that they agree."""
+        replica = self._replicas.get(name)
+        if replica is None or replica.left_out:
+            return
+        replica.departures = replica.departures + 1 if departs else 0
+        if departs:
+            replica.rest()
+            self._lose(replica, EngineUnavailable(departs))
+            self._on_event(f"{name}: {departs}; {'it is left out' if replica.left_out else 'it rests'}")
+
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

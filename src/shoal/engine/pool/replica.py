@@ -1,10 +1,12 @@
 """Replica: an engine of the pool, its required methods, its known state, and requests to it.
 
 A replica that gives a wrong answer, or fails many requests in a row while others answer, rests. After
-`MOST_WRONG` wrong answers it is left out, unless enough good ones came between them.
+`MOST_WRONG` wrong answers it is left out, unless enough good ones came between them. The same holds for a replica
+whose answers depart from those of the others, unless a later look finds them alike.
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +23,8 @@ MOST_WRONG = 3
 FORGIVEN_AFTER = 100
 """Good answers in a row after which one wrong answer is forgotten."""
 FAILURES_IN_A_ROW = 8
+KEPT_ROWS = 8
+"""Newest sampled rows of a replica that wait for a comparison."""
 
 T = TypeVar("T")
 
@@ -66,6 +70,15 @@ class PoolEngine(Engine, AdapterEngine, Protocol):
         """Closes the connections."""
 
 
+@dataclass(frozen=True, slots=True)
+class SampledRow:
+    """Row of tokens whose last ones a replica has sampled."""
+
+    token_ids: tuple[int, ...]  # [L]
+    logprobs: tuple[float, ...]  # nats, of the last tokens
+    temperature: float
+
+
 @dataclass(slots=True, eq=False)
 class Replica:
     """Engine of the pool. Invariant: `version` is at most the version that the engine serves."""
@@ -91,6 +104,12 @@ class Replica:
     """Wrong answers that are not forgotten."""
     good: int = 0
     """Good answers since the last wrong one, or since one was forgotten."""
+    departures: int = 0
+    """Looks in a row at which its answers departed from those of the others."""
+    sampled: deque[SampledRow] = field(default_factory=lambda: deque(maxlen=KEPT_ROWS))
+    """Newest rows that it has sampled."""
+    compared: int = 0
+    """Rows that have been compared."""
     failures: int = 0
     """Failed requests since the last answer."""
     rests: int = 0
@@ -119,7 +138,7 @@ class Replica:
     @property
     def left_out(self) -> bool:
         """Whether the replica has given so many wrong answers that it is asked no more."""
-        return self.wrong >= MOST_WRONG
+        return max(self.wrong, self.departures) >= MOST_WRONG
 
     def answered(self) -> None:
         """Notes a good answer."""

@@ -1,0 +1,151 @@
+"""The watch of each engine's logprobs, with the trainer's as the arbiter."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.engine.pool.engine_pool import EnginePool, PoolRequest
+from shoal.engine.pool.replica import Replica, ReplicaState
+from shoal.interfaces import EngineInfo
+from shoal.run.engine_mismatch import ALLOWED_NATS, ALLOWED_TIMES, ENOUGH_TOKENS, MOST_ROWS, EngineMismatch
+from shoal.types import Completion, FinishReason, Sampling
+
+TRUE_NATS = -2.0
+ROW = 16
+"""Tokens of an answer."""
+
+
+@dataclass
+class Sampled:
+    """Engine that reports logprobs off the trainer's by so many nats."""
+
+    off: float
+    version: int = 0
+
+    async def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, **named: Any
+    ) -> list[Completion]:
+        return [Completion((7,) * ROW, (TRUE_NATS + self.off,) * ROW, (0,) * ROW, FinishReason.LENGTH)] * n
+
+    async def info(self) -> EngineInfo:
+        return EngineInfo(self.version, "", 64, 0.5, 1, 1, 0, 1, 0)
+
+    async def alive(self) -> None: ...
+
+    async def abort(self) -> None: ...
+
+    async def aclose(self) -> None: ...
+
+
+async def trainer(rows: Sequence[Sequence[int]]) -> tuple[tuple[float, ...], ...]:
+    assert 0 < len(rows) <= MOST_ROWS
+    return tuple((TRUE_NATS,) * (len(row) - 1) for row in rows)
+
+
+async def pool_of(offs: Sequence[float], said: list[str]) -> EnginePool:
+    pool = EnginePool(patience_s=5, on_event=said.append)
+    for number, off in enumerate(offs):
+        engine: Any = Sampled(off)
+        await pool.join(f"engine {number}", engine)
+    return pool
+
+
+async def looked(pool: EnginePool, watch: EngineMismatch, temperature: float = 1.0) -> None:
+    """Enough answers of every engine for one judgement, and the comparisons of some steps."""
+    each = -(-ENOUGH_TOKENS // ROW)
+    for _ in range(each):
+        for replica in pool.replicas:
+            if replica.state is ReplicaState.READY:
+                request = pool._generation(request_of(temperature), Sampling(ROW, temperature=temperature), 1)
+                await pool._ask_replica(replica, 1, request)
+        await watch.compare(trainer, 1.0)
+
+
+def request_of(temperature: float) -> PoolRequest:
+    return PoolRequest(b"", (1, 2), Sampling(ROW, temperature=temperature), 0, 0)
+
+
+def rested(pool: EnginePool) -> None:
+    for replica in pool.replicas:
+        replica.rests_until_s = 0.0
+        if not replica.left_out:
+            replica.state = ReplicaState.READY
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(-ALLOWED_NATS, ALLOWED_NATS), min_size=2, max_size=6), st.integers(0, 5))
+def test_only_the_engine_that_departs_from_the_others_rests_and_then_is_left_out(offs: list[float], rogue: int) -> None:
+    """However the others agree with the trainer within the bound, whoever the rogue is."""
+    said: list[str] = []
+    rogue %= len(offs)
+    others = [abs(off) for number, off in enumerate(offs) if number != rogue]
+    offs = [min(off, 2.0 + TRUE_NATS) for off in offs]
+    offs[rogue] = -(ALLOWED_NATS + ALLOWED_TIMES * max(others) + 0.1)
+
+    async def run() -> list[Replica]:
+        pool = await pool_of(offs, said)
+        watch = EngineMismatch(pool)
+        for look in range(3):
+            await looked(pool, watch)
+            assert len(said) == look + 1, (offs, said)
+            assert pool.replicas[rogue].resting
+            rested(pool)
+        await looked(pool, watch)
+        return list(pool.replicas)
+
+    replicas = asyncio.run(run())
+    assert [replica.left_out for replica in replicas] == [number == rogue for number in range(len(offs))]
+    assert all(sentence.startswith(f"engine {rogue}: its logprobs differ") for sentence in said)
+    assert [("it is left out" in sentence) for sentence in said] == [False, False, True]
+
+
+def test_an_engine_that_agrees_again_is_forgiven_and_one_engine_alone_is_not_judged() -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        pool = await pool_of([0.0, -5.0], said)
+        watch, rogue = EngineMismatch(pool), pool.replicas[1]
+        for off in (-5.0, -5.0, 0.0, -5.0, -5.0):
+            rogue.engine.off = off  # type: ignore[attr-defined]
+            await looked(pool, watch)
+            assert rogue.resting == (off < 0)
+            rested(pool)
+        assert not rogue.left_out
+        assert len(said) == 4
+        await pool.leave("engine 0")
+        await looked(pool, watch)
+        assert len(said) == 4
+
+    asyncio.run(run())
+
+
+def test_answers_that_tell_nothing_of_an_engine_s_arithmetic_are_not_compared() -> None:
+    async def run() -> None:
+        pool = await pool_of([0.0, -5.0], [])
+        watch = EngineMismatch(pool)
+        await looked(pool, watch, temperature=0.5)  # of an evaluation, say
+        for sampling in (Sampling(ROW, temperature=0), Sampling(ROW, top_k=2), Sampling(ROW, top_p=0.5)):
+            assert not sampling.is_plain
+            await pool.generate([1, 2], sampling)
+        await watch.compare(trainer, 1.0)
+        assert not any(replica.resting for replica in pool.replicas)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_reports_an_older_version_than_it_loaded_rests() -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        pool = await pool_of([0.0, 0.0], said)
+        pool.replicas[1].version = 3
+        info = await pool.info()
+        assert info == replace(await pool.replicas[0].engine.info(), checksum="")
+        assert pool.replicas[1].resting
+
+    asyncio.run(run())
+    assert said == ["engine 1 gave a wrong answer: version: expected at least 3, which it has loaded, got 0; it rests"]

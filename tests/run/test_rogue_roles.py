@@ -1,0 +1,135 @@
+"""A run on engines and scorers of which one turns rogue: it goes on with the others, is killed, and resumes.
+
+The rogue engine is a real one behind a proxy that changes its answers. Its weights, Versions and canaries are right.
+"""
+
+import asyncio
+import itertools
+import json
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession, web
+
+from engine_server import TOKEN, Server, serving
+from shoal.engine.server.http_client import TOKEN_VARIABLE
+from shoal.experience.audit import audit
+from train_runs import events, start
+from until import until
+
+FOR_LONG = ("--train.steps=100000", "--checkpoint.every_steps=5")
+WRONG_REWARDS = [
+    b"{",
+    b'{"rewards": []}',
+    b'{"rewards": [{"value": 1e999, "status": "scored", "parts": [], "evidence": ""}]}',
+    b'{"rewards": [{"value": 0, "status": "failed", "parts": [], "evidence": "no"}]}',
+]
+
+
+@asynccontextmanager
+async def served(answer: Callable[[web.Request], Any]) -> AsyncIterator[str]:
+    """URL of a server that answers every request so."""
+    app = web.Application(client_max_size=1 << 26)
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+class Rogue:
+    """Proxy of an engine. Its lie is a function of path and answer."""
+
+    def __init__(self, engine: Server, lie: Callable[[str, Any], Any]) -> None:
+        self.engine, self.lie, self.lies = engine, lie, False
+
+    async def answer(self, request: web.Request) -> web.Response:
+        async with (
+            ClientSession(headers=self.engine.headers) as session,
+            session.request(
+                request.method, f"{self.engine.url}{request.path_qs}", data=await request.read()
+            ) as answered,
+        ):
+            body = await answered.json()
+            return web.json_response(self.lie(request.path, body) if self.lies else body, status=answered.status)
+
+
+def other_tokens(path: str, body: Any) -> Any:
+    """Answers of the right form, with random tokens and logprobs that no model gave them."""
+    if path == "/inference/v1/generate":
+        for choice in body["choices"]:
+            ends = choice["finish_reason"] == "stop"
+            count = len(choice["token_ids"]) - ends
+            choice["token_ids"][:count] = random.Random(0).choices(range(10, 60), k=count)
+            tokens = choice["token_ids"]
+            choice["logprobs"] = {"content": [{"token_id": token, "logprob": -1.0} for token in tokens]}
+    return body
+
+
+def frozen_version(path: str, body: Any) -> Any:
+    """Its report of itself has the Version of the start for ever."""
+    return {**body, "version": 0} if path == "/info" else body
+
+
+async def scored(request: web.Request) -> web.Response:
+    """An honest scorer by `contains`."""
+    asked = await request.json()
+    values = [float(asked["truth"] in answer) for answer in asked["answers"]]
+    return web.json_response(
+        {"rewards": [{"value": value, "status": "scored", "parts": [], "evidence": ""} for value in values]}
+    )
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("lie", "why"), [(other_tokens, "its logprobs differ"), (frozen_version, "version: expected")])
+def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
+    lie: Callable[[str, Any], Any], why: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    wrong = itertools.cycle(WRONG_REWARDS)
+
+    async def misscored(request: web.Request) -> web.Response:
+        return web.Response(body=next(wrong), content_type="application/json")
+
+    def steps() -> int:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        return metrics.read_text().count('"kind":"step"') if metrics.exists() else 0
+
+    async def run(honest: Server, behind: Server) -> None:
+        rogue = Rogue(behind, lie)
+        async with served(rogue.answer) as url, served(scored) as scorer, served(misscored) as rogue_scorer:
+            where = [f'--engine.urls=["{honest.url}", "{url}"]', f'--reward.urls=["{rogue_scorer}", "{scorer}"]']
+            process = start(tmp_path, tiny_model_dir, *FOR_LONG, *where, **{TOKEN_VARIABLE: TOKEN})
+            await until(lambda: steps() >= 3 or process.poll() is not None, 240)
+            rogue.lies = True
+            await until(lambda: process.poll() is not None or f"{url}" in left_out(tmp_path / "run"), 240)
+            assert process.poll() is None, process.communicate()[1]
+            seen = steps()
+            await until(lambda: steps() > seen + 3)
+            process.kill()
+            process.wait()
+            more = f"--train.steps={steps() + 10}"
+            process = start(tmp_path, tiny_model_dir, "--resume", more, *where, **{TOKEN_VARIABLE: TOKEN})
+            err = (await asyncio.to_thread(process.communicate, timeout=240))[1]
+            assert process.returncode == 0, err
+
+    with serving(tiny_model_dir) as honest, serving(tiny_model_dir) as behind:
+        asyncio.run(run(honest, behind))
+    report = audit(tmp_path / "run")
+    assert report.ok, report.sentences()
+    assert why in left_out(tmp_path / "run")
+    assert events(tmp_path / "run").count("engine_lost") >= 3
+
+
+def left_out(run: Path) -> str:
+    """The event that names an engine that is left out."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    reasons = [one["reason"] for one in records if one.get("name") == "engine_lost"]
+    return next((reason for reason in reasons if "left out" in reason), "")
