@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hypothesis import given, settings
@@ -33,6 +34,9 @@ class Sampled:
 
     async def info(self) -> EngineInfo:
         return EngineInfo(self.version, "", 64, 0.5, 1, 1, 0, 1, 0)
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        self.version = version
 
     async def alive(self) -> None: ...
 
@@ -149,3 +153,26 @@ def test_an_engine_that_reports_an_older_version_than_it_loaded_rests() -> None:
 
     asyncio.run(run())
     assert said == ["engine 1 gave a wrong answer: version: expected at least 3, which it has loaded, got 0; it rests"]
+
+
+def test_an_engine_that_is_set_to_rest_while_it_loads_weights_rests_on() -> None:
+    loading, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(Sampled):
+        async def update_weights(self, version: int, path: Path) -> None:
+            loading.set()
+            await go_on.wait()
+            self.version = version
+
+    async def run() -> None:
+        pool = await pool_of([0.0], [])
+        slow: Any = Slow(-5.0)
+        await pool.join("slow", slow)
+        updating = asyncio.create_task(pool.update_weights(1, Path("nowhere")))
+        await loading.wait()
+        pool.judge("slow", "it departs")
+        go_on.set()
+        await updating
+        assert [replica.state for replica in pool.replicas] == [ReplicaState.READY, ReplicaState.AWAY]
+
+    asyncio.run(run())

@@ -114,7 +114,7 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
             seen = steps()
             await until(lambda: steps() > seen + 3)
             process.kill()
-            process.wait()
+            await asyncio.to_thread(process.communicate)
             more = f"--train.steps={steps() + 10}"
             process = start(tmp_path, tiny_model_dir, "--resume", more, *where, **{TOKEN_VARIABLE: TOKEN})
             err = (await asyncio.to_thread(process.communicate, timeout=240))[1]

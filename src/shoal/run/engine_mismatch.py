@@ -58,7 +58,7 @@ class EngineMismatch:
             self._differences[name] = []
             bound = ALLOWED_NATS + ALLOWED_TIMES * median(others)
             why = f"its logprobs differ from the trainer's by {nats:.2g} nats per token, expected at most {bound:.2g}"
-            self.pool.judge(name, f"{why} as those of the other engines do" if nats > bound else "")
+            self.pool.judge(name, f"{why} by those of the others" if nats > bound else "")
 
 
 async def differences(

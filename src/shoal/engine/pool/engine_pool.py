@@ -331,8 +331,9 @@ class EnginePool(PoolMembers):
         except EngineUnavailable as error:
             self._lose(replica, error)
         else:
-            replica.state = ReplicaState.READY
-            self._notify()
+            if replica.state is ReplicaState.UPDATING:  # not one that was set to rest meanwhile
+                replica.state = ReplicaState.READY
+                self._notify()
         finally:
             replica.loading = None
 
