@@ -2,10 +2,14 @@
 
 from dataclasses import fields
 
+import pytest
+
+from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.swarm.strategy.choice import external_rows
-from shoal.swarm.wire.offer import OfferedRollout, OfferedTurn
-from shoal.types import Sample
+from shoal.swarm.trust.encoding import encode_offer
+from shoal.swarm.wire.offer import AskedFor, Course, OfferedRollout, OfferedTurn
+from shoal.types import Message, Role, Sample, Task
 
 
 def row(advantage: float) -> Sample:
@@ -25,3 +29,24 @@ def test_nothing_that_an_offer_claims_beside_its_texts_reaches_what_is_trained()
     assert {field.name for field in fields(OfferedTurn)} == said
     claimed = wire.encode({"text": "a", "logprob": -1e30, "advantage": 9.0})
     assert wire.decode(claimed, OfferedRollout) == OfferedRollout("a")
+
+
+@pytest.mark.parametrize("conversation", [False, True])
+@pytest.mark.parametrize("text", ["4", "four", "", "and " * 9])
+def test_the_end_of_an_answer_is_decided_by_its_room_and_not_by_what_its_author_says(
+    text: str, conversation: bool
+) -> None:
+    renderer, task = renderer_of(ANSWERING["qwen3"]), Task("t", "s", (Message(Role.USER, "2 + 2"),))
+    course = Course((AskedFor(task.messages),)) if conversation else Course()
+    long = len(renderer.completion_ids(text, renderer.prompt_ids(task.messages)) or ())
+    for room in (max(long, 1), long + 1, long + 9):
+        trained = []
+        for complete in (True, False):
+            turns = (OfferedTurn(Role.ASSISTANT, text, sampled=True, complete=complete),) if conversation else ()
+            rollout = OfferedRollout("" if conversation else text, complete, turns)
+            encoded, refused = encode_offer([(rollout, course)], task, renderer, 512, room)
+            assert not refused
+            trained.append(encoded.kept[0].turns)
+        assert trained[0] == trained[1]
+        ids = trained[0][-1].completion.token_ids
+        assert (ids[-1:] == renderer.stop_token_ids[:1]) == (len(ids) == long + 1) == (room > long)

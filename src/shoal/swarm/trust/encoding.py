@@ -6,9 +6,9 @@ otherwise be trained as tokens that no model sampled.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 from shoal.errors import SessionError
 from shoal.gateway.conversation import Conversation
@@ -90,36 +90,40 @@ def encode_offer(
 ) -> tuple[Encoded, Counter[Reason]]:
     """Encodes rollouts as answers to the node's own `task`; counts the others by the reason of refusal.
 
-    A row has `max_model_len` tokens at most, and each sampled text `max_tokens`, as the node's own have.
+    A row has `max_model_len` tokens at most, and each sampled text `max_tokens`, as the node's own have. A text ends
+    with the stop token where there is room for one, whatever its author says of its end.
     """
     refused: Counter[Reason] = Counter()
-    kept = []
+    kept, completion = [], partial(_completion, renderer=renderer, max_tokens=max_tokens)
     prompt = cache(lambda: tuple(renderer.prompt_ids(task.messages)))
     for rollout, course in rollouts:
         try:
-            turns = _conversation(rollout, course, renderer) if rollout.turns else _answer(rollout, prompt(), renderer)
+            if rollout.turns:
+                turns = _conversation(rollout, course, renderer, completion)
+            else:
+                found = completion(renderer.completion_ids(rollout.text, prompt()))
+                turns = None if found is None else (Turn(prompt(), found),)
         except SessionError:
             turns = None
         if turns is None:
             refused[Reason.UNREADABLE] += 1
             continue
         said = tuple(turn.message for turn in rollout.turns) or (Message(Role.ASSISTANT, rollout.text),)
-        found = EncodedRollout(rollout, course, said, turns)
+        encoded = EncodedRollout(rollout, course, said, turns)
         longest = max(len(turn.completion.token_ids) for turn in turns)
-        if longest > max_tokens or max(map(len, found.rows)) > max_model_len:
+        if longest > max_tokens or max(map(len, encoded.rows)) > max_model_len:
             refused[Reason.TOO_LONG] += 1
         else:
-            kept.append(found)
+            kept.append(encoded)
     return Encoded(task, tuple(kept)), refused
 
 
-def _answer(rollout: OfferedRollout, asked: tuple[int, ...], renderer: Renderer) -> tuple[Turn, ...] | None:
-    """The turn of one answer; None for a text that does not read back."""
-    completion = _completion(renderer.completion_ids(rollout.text, asked), rollout.complete, renderer)
-    return None if completion is None else (Turn(asked, completion),)
-
-
-def _conversation(rollout: OfferedRollout, course: Course, renderer: Renderer) -> tuple[Turn, ...] | None:
+def _conversation(
+    rollout: OfferedRollout,
+    course: Course,
+    renderer: Renderer,
+    completed: Callable[[Sequence[int] | None], Completion | None],
+) -> tuple[Turn, ...] | None:
     """The turns of a conversation, as a session would have them. Raises `SessionError`."""
     if not isinstance(renderer, ChatRenderer):
         return None
@@ -135,7 +139,7 @@ def _conversation(rollout: OfferedRollout, course: Course, renderer: Renderer) -
             rendered = renderer.prompt_ids(asked.messages, asked.tools)
         call = tree.open(attachment, rendered)
         ids = renderer.message_ids(turn.message, asked.messages, asked.tools, call.prompt_ids)
-        completion = _completion(ids, turn.complete, renderer)
+        completion = completed(ids)
         if completion is None:
             return None
         tree.commit(call, completion, turn.message)
@@ -143,12 +147,14 @@ def _conversation(rollout: OfferedRollout, course: Course, renderer: Renderer) -
     return tuple(replace(turn, reward=own) for turn, own in zip(tree.turns(), rewards, strict=False))
 
 
-def _completion(ids: Sequence[int] | None, complete: bool, renderer: Renderer) -> Completion | None:
-    """Token ids of a sampled text, with the stop token if it is complete; None without any token."""
-    stop = renderer.stop_token_ids[:1] if complete else ()
-    found = () if ids is None else (*ids, *stop)
-    reason = FinishReason.STOP if complete else FinishReason.LENGTH
-    return Completion(found, (0.0,) * len(found), (0,) * len(found), reason) if found else None
+def _completion(ids: Sequence[int] | None, *, renderer: Renderer, max_tokens: int) -> Completion | None:
+    """Token ids of a sampled text, with the stop token where there is room for it; None for an unreadable text."""
+    if ids is None:
+        return None
+    ends = len(ids) < max_tokens
+    found = (*ids, *(renderer.stop_token_ids[:1] if ends else ()))
+    reason = FinishReason.STOP if ends else FinishReason.LENGTH
+    return Completion(found, (0.0,) * len(found), (0,) * len(found), reason)
 
 
 def rollouts_of(

@@ -81,7 +81,7 @@ class OfferedTurn:
     sampled: bool = False
     """True if the generator sampled it."""
     complete: bool = True
-    """False for a message that ran out of room."""
+    """False for a message that ran out of room, by its author's word, which takers do not believe."""
 
     @property
     def message(self) -> Message:
@@ -94,7 +94,7 @@ class OfferedTurn:
 
 @dataclass(frozen=True, slots=True)
 class OfferedRollout:
-    """One answer, or one conversation; `complete` is False for an answer that ran out of room."""
+    """One answer, or one conversation; `complete` is as in `OfferedTurn`."""
 
     text: str
     """The answer; empty for a conversation."""
