@@ -1,7 +1,7 @@
 """Attacks of peers on the real node under a virtual clock: `make adversary` prints one JSON line per attack and seed.
 
 Honest peers share one informative group a step. An owner with k keys shares true offers under each. The line has the
-owner's share of the groups that the node took, and how many groups a step took.
+owner's share of the groups that the node took, and how many groups a step took, of all authors and of honest ones.
 """
 
 import asyncio
@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 
 from benchmarks.clock import run_virtual
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
-from shoal.swarm.node import Node
+from shoal.swarm.node import KNOWN_FILE, Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.wire.envelope import Kind, Signer
@@ -41,6 +42,8 @@ class Attack:
     offers: int
     from_step: int
     steps: int
+    known: int = 0
+    """Honest peers that the node's user lists in known.txt."""
 
 
 class ExactScorer:
@@ -62,6 +65,8 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
     claims = iter(_shuffled(service, rng))
     honest, owned = ([Identity.fresh() for _ in range(n)] for n in (HONEST, attack.keys))
     signers = {one.peer_id: Signer(one, "reef", 1) for one in (*honest, *owned)}
+
+    (folder / KNOWN_FILE).write_text("\n".join(one.peer_id for one in honest[: attack.known]))
 
     async def main() -> list[list[str]]:
         now_s = asyncio.get_running_loop().time
@@ -88,12 +93,16 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
         return taken
 
     taken = run_virtual(main())
-    during = Counter(author in {one.peer_id for one in owned} for step in taken[attack.from_step :] for author in step)
+    bad = {one.peer_id for one in owned}
+    during = Counter(author in bad for step in taken[attack.from_step :] for author in step)
     return {
         **asdict(attack),
         "seed": seed,
         "share": round(during[True] / max(during.total(), 1), 3),
         "groups_a_step_from_10": round(sum(map(len, taken[10:])) / max(len(taken[10:]), 1), 2),
+        "honest_groups_a_step_from_10": round(
+            fmean(sum(author not in bad for author in step) for step in taken[10:]), 2
+        ),
     }
 
 
@@ -114,6 +123,8 @@ ATTACKS = (
     Attack(8, 1, 20, 120),
     Attack(32, 1, 20, 120),
     Attack(16, 1, 0, 40),
+    Attack(16, 1, 0, 40, known=4),
+    Attack(16, 1, 0, 40, known=8),
 )
 
 if __name__ == "__main__":

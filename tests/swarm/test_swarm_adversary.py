@@ -16,3 +16,10 @@ def test_a_cold_swarm_takes_most_of_its_groups_within_10_steps_beside_a_crowd_of
     for keys in (0, 16):
         found = simulated(Attack(keys, 1, 0, 20), 0, tmp_path)
         assert float(str(found["groups_a_step_from_10"])) >= 0.7 * WANTED
+
+
+def test_a_crowd_of_newcomers_in_a_cold_swarm_delays_no_node_that_knows_its_peers(tmp_path: Path) -> None:
+    """Nobody can tell sixteen keys of one owner from sixteen honest peers, unless somebody names the latter."""
+    found = simulated(Attack(16, 1, 0, 20, known=HONEST), 0, tmp_path)
+    assert float(str(found["honest_groups_a_step_from_10"])) >= 0.7 * WANTED
+    assert float(str(found["share"])) <= 0.3
