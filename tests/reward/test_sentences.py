@@ -49,6 +49,8 @@ MATHEMATICS = [
     ("5 cm", "5 cm", "5 m"),
     ("5 cm", "5 centimeters", "5 mm"),
     ("60 mph", "60 miles per hour", "60 km/h"),
+    ("10 m/s", "10 meters per second", "10 km/h"),
+    ("9.8 m/s^2", "9.8 m/s²", "9.9 m/s^2"),
     ("5 square meters", "5 m^2", "5 m^3"),
     ("5 cm^3", "5 cubic centimeters", "5 cm^2"),
     ("18", "18 eggs", "19 eggs"),

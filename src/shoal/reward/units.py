@@ -33,6 +33,7 @@ _NAMES = {
     "°": "degree circ",
 }
 _COMPOUNDS = {"mph": "mi h", "kmh": "km h", "kph": "km h", "kmph": "km h", "sq": "square", "cu": "cubic"}
+_COMPOUNDS |= {"mps": "m s", "squared": "square", "cubed": "cubic"}
 _POWERS = {"2": "square", "3": "cubic", "²": "square", "³": "cubic"}
 _SILENT_WORDS = frozenset(_SILENT.split())
 _CANONICAL = {other: name for name, others in _NAMES.items() for other in others.split()}

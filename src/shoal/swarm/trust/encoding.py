@@ -91,7 +91,7 @@ def encode_offer(
     """Encodes rollouts as answers to the node's own `task`; counts the others by the reason of refusal.
 
     A row has `max_model_len` tokens at most, and each sampled text `max_tokens`, as the node's own have. A text ends
-    with the stop token where there is room for one, whatever its author says of its end.
+    with the stop token where there is room for one. Its author's word on its end is not believed.
     """
     refused: Counter[Reason] = Counter()
     kept, completion = [], partial(_completion, renderer=renderer, max_tokens=max_tokens)
