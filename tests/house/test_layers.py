@@ -26,7 +26,7 @@ LAYERS = (
     {"net"},
     {"config", "model", "sandbox"},
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights", "workspace"},
-    {"cluster", "environments", "observe", "rollout", "swarm", "tinker"},
+    {"cluster", "environments", "observe", "rollout", "software", "swarm", "tinker"},
     {"run"},
     {"cli", "library"},
 )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import until_stopped
+from shoal.cli.output import JsonFlag, show, until_stopped
 
 engines = typer.Typer(name="engine", help="Bring engines to runs of other hosts.", no_args_is_help=True)
 trainers = typer.Typer(name="trainer", help="Bring ranks to runs of other hosts.", no_args_is_help=True)
@@ -16,7 +16,8 @@ rewards = typer.Typer(name="rewards", help="Score answers for runs on other mach
 tasks = typer.Typer(name="task", help="Serve tasks to a run from separate processes.", no_args_is_help=True)
 TEMPLATES = Path(__file__).parents[1] / "cluster" / "templates"
 clusters = typer.Typer(name="cluster", help="Bring runs to clusters.", no_args_is_help=True)
-groups = (engines, trainers, rewards, tasks, clusters)
+software = typer.Typer(name="tasks", help="Make software tasks.", no_args_is_help=True)
+groups = (software, engines, trainers, rewards, tasks, clusters)
 
 
 @engines.command("join")
@@ -120,6 +121,28 @@ def serve_task(
     served = dataclasses.replace(served, name=name or served.name, max_running=max_running or served.max_running)
     worker = RemoteWorker(served, orchestrator, os.environ.get(TOKEN_VARIABLE, ""))
     until_stopped(worker.run(partial(print, f"{served.name} {served.version}:", flush=True)))
+
+
+@software.command("from-package")
+def plant_faults(
+    package: Annotated[str, typer.Argument(metavar="PACKAGE", help="Folder, .tar.gz, or a name that pip downloads.")],
+    out: Annotated[Path, typer.Option(help="Folder of the sets; each package has a folder in it.")] = Path("tasks"),
+    most: Annotated[int, typer.Option(min=1, help="Tasks to make at most.")] = 150,
+    limit_s: Annotated[float, typer.Option(min=1, help="Seconds in which faults are tried.")] = 1800.0,
+    seed: Annotated[int, typer.Option(help="Seed of the faults' order.")] = 0,
+    json_: JsonFlag = False,
+) -> None:
+    """Plant faults in a package that its own tests notice, and write each as a software task.
+
+    The package's tests run in the sandbox, with the packages of this environment. Needs shoal[swe].
+    """
+    from shoal.errors import TaskError
+
+    try:
+        from shoal.software.planting import make_set
+    except ModuleNotFoundError as error:
+        raise TaskError(f"tasks from a package need {error.name}; install shoal[swe]") from None
+    show(make_set(package, out, most=most, limit_s=limit_s, seed=seed), json_)
 
 
 @clusters.command("template")

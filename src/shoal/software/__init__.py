@@ -1,0 +1,1 @@
+"""Software tasks: faults planted in packages that have tests, and instances of other projects' formats."""
