@@ -1,5 +1,6 @@
 """Small programs, their right values, and slips that make them wrong."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -79,3 +80,10 @@ PROGRAMS = (
         ("list",),
     ),
 )
+
+
+def argument(rng: random.Random, kind: str) -> Json:
+    """An argument of a kind that `takes` names."""
+    if kind == "int":
+        return rng.randint(0, 9)
+    return [rng.randint(-20, 20) for _ in range(rng.randint(1, 6))]

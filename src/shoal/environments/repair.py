@@ -6,7 +6,7 @@ import random
 import msgspec
 
 from shoal.checker import Code, UnitTest, unit_tests
-from shoal.environments.programs import PROGRAMS
+from shoal.environments.programs import PROGRAMS, argument
 from shoal.errors import SandboxUnavailable
 from shoal.interfaces import Model
 from shoal.net.process import cores
@@ -37,7 +37,7 @@ class Repair(msgspec.Struct, frozen=True):
     def draw(self, rng: random.Random) -> Question:
         """A right program with a slip, which mostly shows in one of the tests."""
         chosen = rng.choice(PROGRAMS)
-        calls: list[list[Json]] = [[_argument(rng, kind) for kind in chosen.takes] for _ in range(self.tests)]
+        calls: list[list[Json]] = [[argument(rng, kind) for kind in chosen.takes] for _ in range(self.tests)]
         before, after = rng.choice(chosen.slips)
         wrong = chosen.source.replace(before, after, 1)
         text = (
@@ -73,9 +73,3 @@ async def _why_wrong(program: str, tests: list[UnitTest]) -> str:
         if verdict.why:
             return f"f({', '.join(map(json.dumps, test.args))}): {verdict.why}"
     return ""
-
-
-def _argument(rng: random.Random, kind: str) -> Json:
-    if kind == "int":
-        return rng.randint(0, 9)
-    return [rng.randint(-20, 20) for _ in range(rng.randint(1, 6))]

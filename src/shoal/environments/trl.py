@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 
-from shoal.errors import TaskError
+from shoal.errors import SandboxUnavailable, TaskError
 from shoal.interfaces import Model
 from shoal.model.chat_template import template_entry
 from shoal.tasks.holdout import EVAL_SHARE, Epochs, question_of
@@ -174,7 +174,7 @@ async def _result(tools: Mapping[str, Callable[..., Any]], name: str, arguments:
         return json.dumps({"error": f"tool {name!r} not found"})
     try:
         return str(await called(tools[name], **json.loads(arguments)))
-    except EnvironmentFailed:
+    except (EnvironmentFailed, SandboxUnavailable):
         raise
     except Exception as error:  # a tool may raise anything
         return json.dumps({"error": str(error)})

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import TaskError
-from shoal.files import checksum
+from shoal.files import checksum, replaced
 from shoal.model.made_models import cache_directory
 
 MOST_BYTES = 8 << 30
@@ -67,9 +67,9 @@ def tree_of(source: Path, *, place: str = PLACE) -> Tree:
         raise TaskError(f"workspace place: expected an absolute path such as {PLACE}, got {place!r}")
     try:
         if source.is_dir():
-            return _built(source, place, "")
-        key = f"{checksum(source)} {place}".encode()
-        return _built(source, place, hashlib.blake2b(key, digest_size=16).hexdigest())
+            return _built(source, place)
+        key = f"{checksum(source)} {place}"
+        return prepared_as(key) or prepare_as(key, _built(source, place))
     except (OSError, tarfile.TarError, zipfile.BadZipFile, subprocess.SubprocessError) as error:
         raise TaskError(f"workspace tree {source}: it cannot be prepared: {error}") from error
 
@@ -96,21 +96,33 @@ class _Record(msgspec.Struct, frozen=True):
     below: tuple[str, ...] = ()
 
 
-def _built(source: Path, place: str, key: str) -> Tree:
-    pointer = trees_directory() / "sources" / key
-    if key and pointer.is_file():
-        return tree_named(pointer.read_text())
+def prepared_as(key: str) -> Tree | None:
+    """Tree that was prepared under a key before, if the cache has it."""
+    pointer = _pointer(key)
+    return tree_named(pointer.read_text()) if pointer.is_file() else None
+
+
+def prepare_as(key: str, tree: Tree) -> Tree:
+    """Keeps the tree's name under a key."""
+    pointer = _pointer(key)
+    pointer.parent.mkdir(parents=True, exist_ok=True)
+    with replaced(pointer) as file:
+        file.write_text(tree.digest)
+    return tree
+
+
+def _pointer(key: str) -> Path:
+    return trees_directory() / "sources" / hashlib.blake2b(key.encode(errors="replace"), digest_size=16).hexdigest()
+
+
+def _built(source: Path, place: str) -> Tree:
     with unfinished() as layer:
         has_system = source.is_dir() and all((source / name).is_dir() for name in ("usr", "etc", "bin"))
         inner = layer if has_system else layer / place.strip("/")
         _unpack(source, inner)
         for name in (f"{_HOME}/tmp", "tmp", place.strip("/")):
             (layer / name).mkdir(parents=True, exist_ok=True)
-        found = kept(layer, place, has_system=has_system)
-    if key:
-        pointer.parent.mkdir(parents=True, exist_ok=True)
-        pointer.write_text(found.digest)
-    return found
+        return kept(layer, place, has_system=has_system)
 
 
 @contextmanager

@@ -1,0 +1,177 @@
+"""Tasks in a workspace: the model works in a file tree by commands or tools, and hidden tests decide.
+
+Each rollout has its own fork of the task's tree. The model's commands run in the sandbox; the conversation and the
+verdict stay outside of it.
+"""
+
+import asyncio
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import msgspec
+
+from shoal.environments.programs import PROGRAMS, argument
+from shoal.environments.trl import converse
+from shoal.errors import TaskError
+from shoal.interfaces import Model
+from shoal.net.process import cores
+from shoal.tasks.holdout import EVAL_SHARE, first_of, prompt, split_of
+from shoal.tasks.sdk import environment
+from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
+from shoal.workspace.fork import LIMITS, Workspace, fork_kind
+from shoal.workspace.judge import judge
+from shoal.workspace.task import WorkspaceTask, opened, tasks_in
+from shoal.workspace.tools import Tools
+
+BLOCKS = (
+    "You work in a folder of files. Answer with a command for bash between ```bash and ```; you see what it prints, "
+    "and answer with the next one. When the task is done, answer DONE."
+)
+CALLS = "You work in a folder of files with tools. When the task is done, answer DONE."
+_FENCE = "```"
+_MOST_TRIES = 100
+
+
+class WorkspaceGame(msgspec.Struct, frozen=True):
+    """The reward is the share of hidden tests that turned green, and 0 when a green test turned red."""
+
+    tasks: str = ""
+    """File of tasks as JSON lines; empty for small programs with a slip."""
+    turns: int = 8
+    """Number of answers in one rollout."""
+    calls: bool = False
+    """True for tool calls in the form of the model's chat template; else commands stand in blocks of text."""
+    command_s: float = 30.0
+    """Seconds that one command may take."""
+    most_characters: int = 4000
+    """Characters of a result that the model sees."""
+
+    def __post_init__(self) -> None:
+        if self.turns < 1 or self.command_s <= 0 or self.most_characters < 100:
+            raise ValueError("expected at least 1 turn, a command_s above 0 and at least 100 most_characters")
+
+    def check(self) -> None:
+        """Raises `SandboxUnavailable` when this machine has no workspaces, and `TaskError` for a wrong file."""
+        fork_kind()
+        if self.tasks:
+            _halves(self.tasks)
+
+    def draw(self, split: Split, index: int) -> Task:
+        """A task of the file, in an order that differs from epoch to epoch, or a small program."""
+        found = _drawn(_halves(self.tasks)[split], split, index) if self.tasks else _small_of(split, index)
+        system = CALLS if self.calls else BLOCKS
+        info: Json = {"workspace": found.id}
+        return Task(f"workspace/{split}/{index}", "workspace", prompt(system, found.problem), info=json.dumps(info))
+
+    def task_of(self, task: Task) -> WorkspaceTask:
+        """The task in the workspace of a drawn one. Raises `TaskError`."""
+        name = json.loads(task.info)["workspace"]
+        if not self.tasks:
+            return small_task(int(name.rpartition("/")[2]))
+        for one in (one for half in _halves(self.tasks).values() for one in half):
+            if one.id == name:
+                return one
+        raise TaskError(f"workspace tasks {self.tasks}: expected the task {name!r}, found none")
+
+    async def rollout(self, task: Task, model: Model) -> Outcome:
+        """Works until the model is done, then judges. Raises `SandboxUnavailable` when there is no verdict."""
+        wanted = self.task_of(task)
+        workspace = await opened(wanted)
+        try:
+            await self.play(workspace, list(task.messages), model)
+            return Outcome(reward=(await judge(workspace, wanted.hidden)).reward)
+        finally:
+            await asyncio.to_thread(workspace.close)
+
+    async def play(self, workspace: Workspace, messages: list[Message], model: Model) -> None:
+        """Lets the model work; appends the conversation to `messages`."""
+        limits = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s)
+        tools = Tools(workspace, limits, self.most_characters)
+        if self.calls:
+            await converse(model, messages, {tool.__name__: tool for tool in tools.all()}, self.turns)
+            return
+        for _ in range(self.turns):
+            said = await model.answer(messages)
+            messages.append(said)
+            if (command := command_in(said.content)) is None:
+                return
+            messages.append(Message(Role.USER, await tools.bash(command) or "(it printed nothing)"))
+
+
+workspace = environment("workspace", max_running=4 * cores(), timeout_s=900.0)(WorkspaceGame)
+
+
+def command_in(text: str) -> str | None:
+    """Command in the first block of an answer; None without a block.
+
+    >>> command_in("I look.\n```bash\nls\n```"), command_in("DONE")
+    ('ls', None)
+    """
+    _, fence, rest = text.partition(_FENCE)
+    language, line, inside = rest.partition("\n")
+    if not (fence and line) or language.strip() not in ("", "bash", "sh"):
+        return None
+    return inside.partition(_FENCE)[0].strip("\n")
+
+
+@cache
+def _halves(file: str) -> dict[Split, Sequence[WorkspaceTask]]:
+    """Tasks of a file by split. Raises `TaskError` when a split is empty."""
+    halves: dict[Split, list[WorkspaceTask]] = {split: [] for split in Split}
+    for task in tasks_in(Path(file)):
+        halves[Split(task.split) if task.split else split_of(task.problem, EVAL_SHARE)].append(task)
+    if empty := [split.value for split, tasks in halves.items() if not tasks]:
+        raise TaskError(f"workspace tasks {file}: expected tasks to train with and held-out ones, found no {empty[0]}")
+    return {split: tuple(tasks) for split, tasks in halves.items()}
+
+
+def _drawn(tasks: Sequence[WorkspaceTask], split: Split, index: int) -> WorkspaceTask:
+    epoch, place = divmod(index, len(tasks))
+    order = list(range(len(tasks)))
+    random.Random(seed_for("workspace", split, epoch)).shuffle(order)
+    return tasks[order[place]]
+
+
+def _small_of(split: Split, index: int) -> WorkspaceTask:
+    """A small program of the split: the same slip in the same program never belongs to the other."""
+
+    def drawn() -> Iterator[tuple[str, WorkspaceTask]]:
+        for attempt in range(_MOST_TRIES):
+            task = small_task(seed_for("workspace", split, index, attempt) % 2**40)
+            yield task.sources["program.py"], task
+
+    return first_of(split, EVAL_SHARE, drawn(), "workspace")
+
+
+def small_task(seed: int) -> WorkspaceTask:
+    """A right program with a slip that shows in its hidden test."""
+    rng = random.Random(seed)
+    chosen = rng.choice(PROGRAMS)
+    wrong = chosen.source.replace(*rng.choice(chosen.slips), 1)
+    calls: list[list[Json]] = []
+    for _ in range(_MOST_TRIES):
+        calls.append([argument(rng, kind) for kind in chosen.takes])
+        if len(calls) >= 5 and any(_shows(wrong, call, chosen.value(call)) for call in calls):
+            break
+    asserts = "".join(f"    assert f({', '.join(map(repr, call))}) == {chosen.value(call)!r}\n" for call in calls)
+    test = f"from program import f\n\n\ndef test_f():\n{asserts}"
+    return WorkspaceTask(
+        id=f"small/{seed}",
+        problem=f"program.py has a function f that should give {chosen.what}, and does not. Mend it.",
+        sources={"program.py": wrong},
+        command=("python", "-m", "pytest", "-q", "test_hidden.py"),
+        files={"test_hidden.py": test},
+        red=("test_hidden.py::test_f",),
+    )
+
+
+def _shows(wrong: str, call: Sequence[Json], right: Json) -> bool:
+    """Whether a slip of `PROGRAMS` shows in a call."""
+    try:
+        return replace(PROGRAMS[0], source=wrong).value(call) != right
+    except (ArithmeticError, LookupError, NameError, TypeError, ValueError):
+        return True

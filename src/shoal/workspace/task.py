@@ -1,0 +1,112 @@
+"""Tasks in a workspace: a tree, a problem, hidden tests and perhaps a solution; read from JSON lines."""
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import TaskError
+from shoal.sandbox.program import ProgramLimits
+from shoal.workspace.fork import LIMITS, Workspace, fork
+from shoal.workspace.judge import HiddenTests
+from shoal.workspace.packages import installed
+from shoal.workspace.reports import ReportKind
+from shoal.workspace.tree import PLACE, Tree, prepare_as, prepared_as, tree_named, tree_of
+
+
+class WorkspaceTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One task; paths are relative to the file that it stands in."""
+
+    id: str
+    problem: str
+    tree: str = ""
+    """Path of what `tree_of` takes, or the digest of a prepared tree."""
+    sources: dict[str, str] = {}
+    """Files of the tree by path, in place of `tree`."""
+    place: str = PLACE
+    patch: str = ""
+    """Difference that is applied to the tree before an agent sees it, as one that plants a fault."""
+    solution: str = ""
+    """Difference that solves the task; agents never see it."""
+    packages: tuple[str, ...] = ("pytest",)
+    """Installed packages that Python imports in the workspace."""
+    command: tuple[str, ...] = ("python", "-m", "pytest", "-q")
+    kind: ReportKind = ReportKind.JUNIT
+    files: dict[str, str] = {}
+    """Hidden files by path."""
+    red: tuple[str, ...] = ()
+    green: tuple[str, ...] = ()
+    restored: tuple[str, ...] = ()
+    wall_s: float = 300.0
+    """Seconds that the hidden tests may take."""
+    split: str = ""
+    """`train` or `eval`; empty leaves it to the share of held-out questions."""
+
+    @property
+    def hidden(self) -> HiddenTests:
+        """The hidden tests."""
+        files = {name: text.encode() for name, text in self.files.items()}
+        limits = ProgramLimits(
+            self.wall_s, self.wall_s, memory_bytes=2 << 30, processes=128, file_bytes=LIMITS.file_bytes
+        )
+        return HiddenTests(self.command, self.kind, files, self.red, self.green, self.restored, limits)
+
+
+def tasks_in(file: Path) -> Sequence[WorkspaceTask]:
+    """Tasks in a file of JSON lines. Raises `TaskError` that names the line."""
+    found = []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TaskError(f"workspace tasks {file}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        try:
+            task = msgspec.json.decode(line, type=WorkspaceTask)
+        except msgspec.MsgspecError as error:
+            raise TaskError(f"workspace tasks {file}, line {number}: {error}") from None
+        path = (file.parent / task.tree).resolve()
+        found.append(msgspec.structs.replace(task, tree=str(path)) if task.tree and path.exists() else task)
+    if not found:
+        raise TaskError(f"workspace tasks {file}: expected a task on each line, found none")
+    return found
+
+
+async def opened(task: WorkspaceTask) -> Workspace:
+    """A workspace as an agent finds it. Raises `TaskError` and `SandboxUnavailable`."""
+    tree = await asyncio.to_thread(_tree, task)
+    packages = await asyncio.to_thread(lambda: tuple(map(installed, task.packages)))
+    return fork(await patched(tree, task.patch) if task.patch else tree, packages=packages)
+
+
+def _tree(task: WorkspaceTask) -> Tree:
+    if task.tree:
+        source = Path(task.tree)
+        return tree_of(source, place=task.place) if source.exists() else tree_named(task.tree)
+    with tempfile.TemporaryDirectory() as made:
+        for name, text in task.sources.items():
+            target = Path(made, name)
+            if not target.is_relative_to(made) or ".." in target.parts:
+                raise TaskError(f"workspace task {task.id}: expected a path inside of the tree, got {name!r}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text, encoding="utf-8")
+        return tree_of(Path(made), place=task.place)
+
+
+async def patched(tree: Tree, patch: str) -> Tree:
+    """The tree with a difference, made once by `git apply` in a workspace. Raises `TaskError`."""
+    key = f"{tree.digest} {patch}"
+    if (known := prepared_as(key)) is None:
+        with fork(tree) as workspace:
+            await apply(workspace, patch)
+            known = prepare_as(key, workspace.snapshot())
+    return known
+
+
+async def apply(workspace: Workspace, patch: str) -> None:
+    """Applies a difference to a workspace. Raises `TaskError` when it does not fit."""
+    command = ("/usr/bin/env", "git", "apply", "--whitespace=nowarn", "-")
+    finished = await workspace.run_program(command, stdin=patch.encode())
+    if not finished.ok:
+        raise TaskError(f"workspace patch: it does not fit the tree: {finished.stderr.decode(errors='replace')[-300:]}")

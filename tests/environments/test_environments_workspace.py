@@ -1,0 +1,104 @@
+"""The environment `workspace`: a model mends a program by commands or tools, and hidden tests give the reward."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_environments_turns import played, service
+
+from shoal.errors import TaskError
+from shoal.types import RolloutStatus, Split
+
+pytest_plugins = ("small_workspaces",)
+SUMS = {
+    "id": "sums",
+    "problem": "add subtracts. Mend it.",
+    "tree": "source",
+    "command": ["python", "-m", "pytest", "-q", "tests/test_sums.py"],
+    "red": ["tests/test_sums.py::test_it_adds"],
+    "green": ["tests/test_sums.py::test_it_is_callable"],
+    "restored": ["tests"],
+}
+
+
+def block(command: str) -> str:
+    return f"I do this:\n```bash\n{command}\n```"
+
+
+def call(name: str, **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.fixture
+def tasks(source: Path) -> str:
+    lines = [
+        {**SUMS, "id": half, "split": half, "problem": f"{SUMS['problem']} ({half})"} for half in ("train", "eval")
+    ]
+    file = source.parent / "tasks.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(file)
+
+
+def test_a_small_program_is_mended_by_commands(own_cache: None) -> None:
+    from shoal.environments.programs import PROGRAMS
+
+    game = service("workspace")
+    task = game.draw(Split.TRAIN, 0)
+    right = next(program for program in PROGRAMS if program.what in task.messages[1].content)
+    write = f"cat > program.py <<'EOF'\n{right.source}EOF"
+    rollout = played(game, task, block("cat program.py"), block(write), "DONE")
+    assert (rollout.status, rollout.reward.value, len(rollout.turns)) == (RolloutStatus.FINISHED, 1.0, 3)
+    assert "def f(" in rollout.messages[3].content
+    assert played(game, task, "DONE").reward.value == 0.0
+    assert (
+        played(game, task, block("ls -a; find / -name 'test_hidden*' 2>&1"), "DONE").messages[3].content.count("hidden")
+        == 0
+    )
+
+
+def test_a_task_of_a_file_is_mended_by_calls(tasks: str) -> None:
+    game = service("workspace", tasks=tasks, calls=True)
+    task = game.draw(Split.EVAL, 3)
+    assert "(eval)" in task.messages[1].content
+    script = [
+        call("read", path="sums.py"),
+        call("edit", path="sums.py", old_text="a - b", new_text="a + b")
+        + call("bash", command="python -m pytest -q tests"),
+        "DONE",
+    ]
+    rollout = played(game, task, *script)
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0)
+    assert "2 passed" in rollout.messages[-2].content
+    assert (
+        played(game, task, call("edit", path="sums.py", old_text="def add", new_text="def sub"), "DONE").reward.value
+        == 0
+    )
+
+
+def test_a_turn_too_many_is_not_taken_and_the_verdict_comes_anyway(tasks: str) -> None:
+    game = service("workspace", tasks=tasks, turns=1)
+    rollout = played(game, game.draw(Split.TRAIN, 0), block("sed -i 's/a - b/a + b/' sums.py"))
+    assert (len(rollout.turns), rollout.reward.value) == (1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"id": "a"}', "line 1.*problem"),
+        ('{"id": "a", "problem": "b", "tree": "c", "colour": 1}', "line 1.*colour"),
+        ("", "expected a task on each line"),
+        ('{"id": "a", "problem": "b", "split": "train"}', "found no eval"),
+    ],
+)
+def test_a_wrong_file_is_named_before_the_run(line: str, says: str, tmp_path: Path, own_cache: None) -> None:
+    (tmp_path / "tasks.jsonl").write_text(line)
+    with pytest.raises(TaskError, match=says):
+        service("workspace", tasks=str(tmp_path / "tasks.jsonl")).check()
+
+
+def test_wrong_settings_are_refused() -> None:
+    given: Any
+    for given in ({"turns": 0}, {"command_s": 0}, {"most_characters": 5}, {"colour": 1}):
+        with pytest.raises(TaskError):
+            service("workspace", **given)
