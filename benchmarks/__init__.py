@@ -38,6 +38,7 @@ MODULES = {
     "trainer": "trainer",
     "trl": "trl",
     "view": "view",
+    "workspaces": "workspaces",
 }
 OPTIONS = {"minutes": "chaos", "seed": "chaos", "dtype": "trl"}
 """Options of one bench alone."""

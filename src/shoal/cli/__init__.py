@@ -40,7 +40,7 @@ FIRST, LOOK, MODELS, MACHINE, MANY = (
 )  # fmt: skip
 BENCHES = (
     *("async", "chaos", "cli", "cluster", "engine", "gateway", "hostile", "links", "memory", "orchestrator", "packing"),
-    *("push", "real", "rewards", "slurm", "swarm", "tinker", "trainer", "trl", "view"),
+    *("push", "real", "rewards", "slurm", "swarm", "tinker", "trainer", "trl", "view", "workspaces"),
 )
 """Names of `benchmarks.MODULES`, which an installed package does not have."""
 

@@ -91,7 +91,7 @@ def launch_spec(
 
 def _is_free(name: str, readable: Sequence[str]) -> bool:
     """Whether no readable path lies below a top folder's place, which would hide the path."""
-    return not any(path.startswith(f"/{name}/") for path in (*readable, str(own_package())))
+    return not any(f"{path}/".startswith(f"/{name}/") for path in (*readable, str(own_package())))
 
 
 @cache

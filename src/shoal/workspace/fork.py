@@ -94,14 +94,13 @@ def sweep() -> int:
     """Removes the forks of processes that have ended; returns their number."""
     removed = 0
     for folder in (trees_directory() / "forks").glob("*-*-*"):
-        pid, began, _ = folder.name.split("-")
-        try:
+        pid, began, *_ = folder.name.split("-")
+        with suppress(psutil.Error):
             if f"{psutil.Process(int(pid)).create_time():.2f}" == began:
                 continue
-        except (psutil.Error, ValueError):
-            pass
-        remove_tree(str(folder))
-        removed += 1
+        with suppress(FileNotFoundError):  # another process sweeps as well
+            remove_tree(str(folder))
+            removed += 1
     return removed
 
 
