@@ -6,6 +6,7 @@ process is left, and no process has a mount of the trees.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -170,13 +171,13 @@ class _Chaos:
                 await self._work(worker, running, share)
             finally:
                 killing.cancel()
-                if worker.returncode is None:
-                    worker.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(worker.pid, signal.SIGKILL)
                 await worker.wait()
             sweep()
 
     async def _kill(self, worker: asyncio.subprocess.Process) -> None:
-        await asyncio.sleep(self.rng.uniform(4.0, 60.0))
+        await asyncio.sleep(self.rng.uniform(3.0, 45.0))
         if not self.ending and worker.returncode is None:
             self.kills += 1
             os.kill(worker.pid, signal.SIGKILL)

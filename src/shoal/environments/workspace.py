@@ -106,7 +106,7 @@ workspace = environment("workspace", max_running=4 * cores(), timeout_s=900.0)(W
 
 
 def command_in(text: str) -> str | None:
-    """Command in the first block of an answer; None without a block.
+    r"""Command in the first block of an answer; None without a block.
 
     >>> command_in("I look.\n```bash\nls\n```"), command_in("DONE")
     ('ls', None)
