@@ -30,11 +30,11 @@ from statistics import linear_regression
 from string import ascii_letters
 
 from benchmarks import say
-from benchmarks.clock import run_virtual
 from benchmarks.work import coin
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
+from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.node import Node
 from shoal.swarm.peer import INTAKE_PER_S, Joined
 from shoal.swarm.trust.claim_verification import OwnTasks

@@ -88,7 +88,7 @@ run.loop:TrainLoop.run
 """
 
 OFFER = """
-run.training:_train_and_evaluate
+run.training:train_and_evaluate
   swarm.node:Node.offer
     swarm.strategy.sharing:Outbox.put
 swarm.node:Node._share
@@ -218,7 +218,7 @@ cli.__init__:train
           run.join_swarm:joined_peer
         run.training:_run
           run.loop:TrainLoop
-          run.training:_train_and_evaluate
+          run.training:train_and_evaluate
 """
 
 FLOWS = {

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.clock import run_virtual
 from buffer_values import META, group, masked_rows, open_buffer, run_group, train
 from shoal import wire
 from shoal.errors import RunDirError
@@ -17,6 +16,7 @@ from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE, insert_started, insert_step, open_log
 from shoal.experience.schema import ConsumedGroup, RunMeta, StepRecord
 from shoal.experience.writer import LogWriter
+from shoal.rehearsal.clock import run_virtual
 from shoal.types import Message, Role
 
 

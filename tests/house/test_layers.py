@@ -28,6 +28,7 @@ LAYERS = (
     {"engine", "experience", "gateway", "reward", "tasks", "trainer", "weights", "workspace"},
     {"cluster", "environments", "observe", "rollout", "software", "swarm", "tinker"},
     {"run"},
+    {"rehearsal"},
     {"cli", "library"},
 )
 FLOORS = {"engine": ("compute", "server", "pool", "external"), "swarm": ("wire", "trust", "strategy")}

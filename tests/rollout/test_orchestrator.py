@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.clock import run_virtual
 from buffer_values import META, open_buffer
 from buffer_values import group as made_group
 from shoal.experience.balance import PATIENCE_S
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta
+from shoal.rehearsal.clock import run_virtual
 from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.orchestrator import CANCELLED, Orchestrator
 from shoal.types import Task

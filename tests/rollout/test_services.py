@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run_bench
-from benchmarks.clock import run_virtual
 from benchmarks.crew import Process
 from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
 from benchmarks.work import CoinScorer
@@ -17,6 +16,7 @@ from shoal.errors import TaskError
 from shoal.gateway.host import Host
 from shoal.interfaces import Environment
 from shoal.model.chat_template import ChatRenderer
+from shoal.rehearsal.clock import run_virtual
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.rollout.orchestrator import ANOTHER, BAD_IN_A_ROW, Health, Source, attend
 from shoal.rollout.single_turn import failed

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
-from benchmarks.clock import run_virtual
 from shoal.interfaces import Purpose
+from shoal.rehearsal.clock import run_virtual
 from shoal.rollout.single_turn import SingleTurn, priority_of, sampled_for
 from shoal.types import (
     Completion,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clock import run_virtual
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.server.launch import engine_child
 from shoal.errors import StoodStill
+from shoal.rehearsal.clock import run_virtual
 from shoal.run.engines import OwnEngines
 from shoal.run.standstill import FRUITLESS, STANDSTILLS, watch_progress
 from shoal.types import Sampling

@@ -15,11 +15,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.clock import run_virtual
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
+from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.node import KNOWN_FILE, Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks

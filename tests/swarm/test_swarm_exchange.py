@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
-from benchmarks.clock import run_virtual
 from shoal import wire
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
+from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.listing import listed
 from shoal.swarm.wire.envelope import Kind, Signer
 from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm

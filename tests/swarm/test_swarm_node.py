@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.clock import run_virtual
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
+from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.node import NEED_DECAY, STATUS_PEERS, Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from shoal.cli import judge as judge_commands
+from shoal.cli import rehearsal, services
 from shoal.cli import runs as run_commands
-from shoal.cli import services
 from shoal.cli import swarm as swarm_commands
 from shoal.cli.misuse import Misuse, misuse
 from shoal.cli.output import (
@@ -357,6 +357,8 @@ def bench(
     show(run_bench(name, quick=quick, model=model, **given), json_)
 
 
+app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(rehearsal.rehearse)
+app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(rehearsal.plan)
 for _commands in (swarm_commands.app, judge_commands.app, *services.groups):
     app.add_typer(_commands, rich_help_panel=MANY)
 

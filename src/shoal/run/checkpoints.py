@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.config import Config
 from shoal.experience import checkpoint
 from shoal.experience.buffer import Buffer
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import StepTrainer
 
 EARLY_S = 120.0
 """Seconds without a checkpoint after which a step's end writes one, however many steps are to come."""
@@ -46,9 +46,16 @@ class CheckpointDue:
 class Checkpoints:
     """Checkpoints of a run. Invariant: a checkpoint is sealed after the log, on disk, has all of its steps."""
 
-    def __init__(self, config: Config, run_dir: Path, trainer: TrainerProcess, buffer: Buffer) -> None:
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        trainer: StepTrainer,
+        buffer: Buffer,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._config, self.run_dir, self._trainer, self._buffer = config, run_dir, trainer, buffer
-        self._due = CheckpointDue(config.checkpoint.every_steps)
+        self._due, self._clock = CheckpointDue(config.checkpoint.every_steps, clock), clock
         self.saved: int | None = None
         """The step of saved files that are not sealed yet."""
         self._archiving: asyncio.Task[None] | None = None
@@ -60,24 +67,24 @@ class Checkpoints:
 
     async def save(self, step: int) -> float:
         """Has the trainer save its state after `step`; returns the trainer's seconds."""
-        began_s = time.monotonic()
+        began_s = self._clock()
         directory = await asyncio.to_thread(checkpoint.begin, self.run_dir, step)
         busy_s = await self._trainer.save(directory, later=self._config.checkpoint.asynchronous)
         self.saved = step
-        self._due.saved(time.monotonic() - began_s)
+        self._due.saved(self._clock() - began_s)
         return busy_s
 
     async def seal(self, tasks: asyncio.TaskGroup) -> None:
         """Seals the saved files, if there are some, and archives old steps in `tasks`."""
         if self.saved is None:
             return
-        step, self.saved, began_s = self.saved, None, time.monotonic()
+        step, self.saved, began_s = self.saved, None, self._clock()
         if self._config.checkpoint.asynchronous:
             await self._trainer.finish_save()
         await self._buffer.sync()
         await asyncio.to_thread(checkpoint.seal, self.run_dir, step, keep=self._config.checkpoint.keep)
         await self._archive(step, tasks)
-        self._due.sealed(time.monotonic() - began_s)
+        self._due.sealed(self._clock() - began_s)
 
     async def archived(self) -> None:
         """Waits for the archiving that is under way."""

@@ -22,6 +22,8 @@ class EngineWatch:
     engine: Engine
     buffer: Buffer
     config: EngineConfig
+    poll_s: float = POLL_S
+    """Seconds between looks."""
     info: EngineInfo | None = None
     """The newest report of the engine."""
     _shares: list[float] = field(default_factory=list)
@@ -39,7 +41,7 @@ class EngineWatch:
             most = concurrency.looked(places=places, running=info.running, waiting=info.waiting, groups=gate.running)
             if most != gate.max_running:
                 self.buffer.run_at_most(most)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(self.poll_s)
 
     @property
     def _holds_back(self) -> bool:

@@ -55,12 +55,14 @@ class HeldOutEvaluations:
         runner: Runner,
         trackers: Trackers,
         values: list[Mapping[str, float]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`values` gets the values of each evaluation; it holds those of earlier processes."""
         self._config, self._run_dir, self._tasks, self._runner = config, run_dir, tasks, runner
         self._trackers = trackers
+        self._clock = clock
         self._running: asyncio.Task[None] | None = None
-        self.cost = EvaluationCost(config.held_out_questions)
+        self.cost = EvaluationCost(config.held_out_questions, clock)
         self._values = values
 
     def start(self, steps_done: int, tasks: asyncio.TaskGroup) -> None:
@@ -75,9 +77,9 @@ class HeldOutEvaluations:
 
     async def run(self, steps_done: int) -> None:
         """Answers the questions, sampled as in training and greedy, and records answers and values."""
-        began_s, first = time.monotonic(), not self._values
+        began_s, first = self._clock(), not self._values
         evaluated = await evaluation(self._tasks, self._runner, self._config.eval.samples, first=first)
-        self.cost.evaluation_s = time.monotonic() - began_s
+        self.cost.evaluation_s = self._clock() - began_s
         answers = [
             HeldOutAnswer.of(steps_done, task, purpose, position, rollout)
             for task, purpose, rollouts in evaluated.rollouts

@@ -9,7 +9,8 @@ Generation continues during each of them.
 """
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from shoal.observe.metrics import Trackers
 from shoal.observe.token_files import TokensFiles
 from shoal.run.checkpoints import Checkpoints
 from shoal.run.engine_mismatch import EngineMismatch
-from shoal.run.engine_watch import EngineWatch
+from shoal.run.engine_watch import POLL_S, EngineWatch
 from shoal.run.held_out_evaluations import HeldOutEvaluations
 from shoal.run.learning import Collapse, Learning
 from shoal.run.policy import Policy, StepRows
@@ -38,6 +39,9 @@ class RunParts:
     eval_tasks: Sequence[Task]
     trackers: Trackers
     swarm: Swarm | None = None
+    clock: Callable[[], float] = time.monotonic
+    poll_s: float = POLL_S
+    """Seconds between looks at the engines."""
 
 
 class TrainLoop:
@@ -51,13 +55,13 @@ class TrainLoop:
         self._parts, self._config, self._buffer = parts, config, policy.buffer
         self.learning = Learning(returns, config.train.compares_within_groups)
         self._collapse = Collapse(config.train.lr)
-        self.watch = EngineWatch(policy.engine, policy.buffer, config.engine)
+        self.watch = EngineWatch(policy.engine, policy.buffer, config.engine, parts.poll_s)
         self._mismatch = EngineMismatch(policy.engine)
-        self.checkpoints = Checkpoints(config, parts.run_dir, policy.trainer, policy.buffer)
+        self.checkpoints = Checkpoints(config, parts.run_dir, policy.trainer, policy.buffer, parts.clock)
         self.evaluations = HeldOutEvaluations(
-            config, parts.run_dir, parts.eval_tasks, policy.runner, parts.trackers, self.totals.evals
+            config, parts.run_dir, parts.eval_tasks, policy.runner, parts.trackers, self.totals.evals, parts.clock
         )
-        self._metrics = StepMetrics(policy.buffer, policy.scorer, self.watch, returns, self.totals)
+        self._metrics = StepMetrics(policy.buffer, policy.scorer, self.watch, returns, self.totals, parts.clock)
         self._tokens_files = TokensFiles(parts.run_dir)
         policy.versions.on_inexact = lambda version: parts.trackers.log_event("replay_not_exact", version=version)
 

@@ -24,7 +24,7 @@ from shoal.swarm.strategy.choice import external_rows
 from shoal.trainer.advantage import mask_tokens, step_samples
 from shoal.trainer.messages import StepStats, TokensFile
 from shoal.trainer.packing import mixed
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import StepTrainer
 from shoal.types import Group, Sample
 from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
 
@@ -35,7 +35,7 @@ class PolicyParts:
 
     prepared: Prepared
     engine: EnginePool
-    trainer: TrainerProcess
+    trainer: StepTrainer
     runner: Runner
     scorer: Scorer
     buffer: Buffer

@@ -35,33 +35,34 @@ class StepMetrics:
         watch: EngineWatch,
         returns: Callable[[Rollout], list[float]],
         totals: RunTotals,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._buffer, self._scorer, self._watch, self._returns = buffer, scorer, watch, returns
-        self.totals = totals
+        self.totals, self._clock = totals, clock
         self.busy_s = 0.0
         """Seconds in which the trainer computed."""
         self._waited_s: dict[str, float] = defaultdict(float)
-        self._began_s = time.monotonic()
+        self._began_s = self._clock()
         self._lost = _lost_groups(buffer)
 
     def begin(self) -> None:
         """Begins the next step now."""
-        self.busy_s, self._began_s = 0.0, time.monotonic()
+        self.busy_s, self._began_s = 0.0, self._clock()
         self._waited_s.clear()
         self._watch.clear()
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Counts the seconds of a block under one of `WAITS`."""
-        began_s = time.monotonic()
+        began_s = self._clock()
         yield
-        self._waited_s[name] += time.monotonic() - began_s
+        self._waited_s[name] += self._clock() - began_s
 
     def stepped(
         self, version: int, groups: Sequence[Group], stats: StepStats, late_tokens: Counter[str], load_s: float
     ) -> dict[str, float]:
         """Metrics of the step that ends now, on own groups. Rates and shares cover the time since the step before."""
-        elapsed_s = time.monotonic() - self._began_s
+        elapsed_s = self._clock() - self._began_s
         finished = [rollout for group in groups for rollout in group.finished]
         staleness = [version - group.oldest_version for group in groups]
         reward = fmean(rollout.reward.value for rollout in finished)

@@ -145,7 +145,7 @@ async def _run(policy: Policy, parts: RunParts) -> Result:
     parts.trackers.stage(f"answering {len(parts.eval_tasks)} held-out questions, twice")
     await loop.evaluations.run(first_step)
     with report_waits():
-        trained_s = await _train_and_evaluate(policy, parts, loop)
+        trained_s = await train_and_evaluate(policy, parts, loop)
     newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
     write_model(prepared.model_dir, newest, parts.run_dir)
     if config.train.lora.rank:  # a Version has either; in one folder, transformers would add the adapter again
@@ -177,7 +177,7 @@ async def _run(policy: Policy, parts: RunParts) -> Result:
     )
 
 
-async def _train_and_evaluate(policy: Policy, parts: RunParts, loop: TrainLoop) -> float:
+async def train_and_evaluate(policy: Policy, parts: RunParts, loop: TrainLoop) -> float:
     """Trains the remaining steps with the background tasks; returns the seconds taken."""
     config = policy.config
 

@@ -1,7 +1,6 @@
 """Versions of a policy: the trainer writes each, the log records it, then engines load it."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from shoal.engine.pool import canary
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import Engine
 from shoal.run.prepare import Prepared
-from shoal.trainer.worker import TrainerProcess
+from shoal.trainer.worker import StepTrainer
 from shoal.types import Split
 from shoal.weights.store import WeightStore, WrittenVersion
 
@@ -24,7 +23,7 @@ class ServedVersions:
         self,
         prepared: Prepared,
         engine: Engine,
-        trainer: TrainerProcess,
+        trainer: StepTrainer,
         buffer: Buffer,
         store: WeightStore,
         number: int = 0,
@@ -73,10 +72,11 @@ class ServedVersions:
     async def load(self) -> None:
         """Has engines load the newest Version, then removes older ones."""
         await self.seal()
-        written, began_s = self._newest, time.monotonic()
+        written, loop = self._newest, asyncio.get_running_loop()
         assert written is not None, "no Version was written yet"
+        began_s = loop.time()
         await self._engine.update_weights(written.version, written.path)
-        self.load_s = time.monotonic() - began_s
+        self.load_s = loop.time() - began_s
         self._buffer.on_loaded(written.version)
         await asyncio.to_thread(self._store.remove_before, written.version)
 

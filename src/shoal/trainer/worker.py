@@ -16,7 +16,7 @@ import traceback
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 
@@ -83,6 +83,39 @@ async def local_ranks(
             child = Child(name, "shoal.trainer.worker", where, file, environment, advice=advice)
             ranks.append(await stack.enter_async_context(child))
         yield ranks
+
+
+class StepTrainer(Protocol):
+    """Trainer of one policy, as its loop sees it. Methods raise `TrainerError` or `ChildDied`."""
+
+    @property
+    def ranks(self) -> Sequence[Worker]:
+        """Ranks, whose end ends the run."""
+
+    async def step(
+        self,
+        groups: Sequence[tuple[Sample, ...]],
+        version: int | None = None,
+        since_push: int = 0,
+        *,
+        tokens_file: TokensFile | None = None,
+    ) -> StepStats:
+        """Takes one training step, `since_push` steps after `version` was written."""
+
+    async def logprobs(self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Logprobs:
+        """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
+
+    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
+        """Writes the weights to a file, if `path` is given; returns its seconds. `push` counts the write as a push."""
+
+    async def save(self, directory: Path, *, later: bool = False) -> float:
+        """Writes a checkpoint into an existing directory, or copies it for later; returns its seconds."""
+
+    async def finish_save(self) -> float:
+        """Waits for the files of a `save` for later; returns its seconds."""
+
+    async def load(self, directory: Path) -> float:
+        """Loads what `save` wrote; returns its seconds."""
 
 
 class TrainerProcess:

@@ -11,7 +11,6 @@ A request fails only when no replica could take it for `patience_s`.
 """
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -139,13 +138,13 @@ class EnginePool(PoolMembers):
                     self._lose(replica, refusals[0])
             oldest = self._oldest_served
             self._newest = {key: newest for key, newest in self._newest.items() if newest > oldest}
-        deadline_s = time.monotonic() + self._patience_s
+        deadline_s = self._now_s() + self._patience_s
         while not any(m.state is ReplicaState.READY and m.version >= version for m in self._replicas.values()):
             await self._wait(deadline_s)
 
     async def info(self) -> EngineInfo:
         """Sums over all replicas that answer, and the oldest version."""
-        deadline_s = time.monotonic() + self._patience_s
+        deadline_s = self._now_s() + self._patience_s
         while True:
             replicas = [replica for replica in self._replicas.values() if replica.state is not ReplicaState.AWAY]
             infos = [info for info in await asyncio.gather(*map(self._info, replicas)) if info is not None]
@@ -227,7 +226,7 @@ class EnginePool(PoolMembers):
         A refused request is asked of one other replica. Raises `RequestRefused`, or `EngineUnavailable` at the
         deadline.
         """
-        asked_s = time.monotonic()
+        asked_s = self._now_s()
         deadline_s = asked_s + self._patience_s
         failed: set[str] = set()
         rounds, refusal = 0, None
@@ -275,7 +274,7 @@ class EnginePool(PoolMembers):
     def _is_turn_over(self, model: NamedModel, asked_s: float) -> bool:
         """Whether a request must wait because an older one for other weights has waited for a turn."""
         oldest_s = min((since_s for since_s, whole in self._waiting if whole != model.whole), default=asked_s)
-        return oldest_s < asked_s and time.monotonic() - oldest_s > self._turn_s
+        return oldest_s < asked_s and self._now_s() - oldest_s > self._turn_s
 
     async def _take_over(self, replica: Replica, model: NamedModel) -> None:
         """Loads a whole model into an idle replica. Raises `RequestRefused`."""
@@ -302,7 +301,7 @@ class EnginePool(PoolMembers):
     async def _ask_replica(self, replica: Replica, count: int, ask: Callable[[Replica], Awaitable[T]]) -> T:
         """Answer of one replica. Raises `EngineUnavailable` also when the replica is lost meanwhile."""
         replica.load += count
-        replica.used_s = time.monotonic()
+        replica.used_s = self._now_s()
         call = asyncio.timeout(None)
         try:
             async with call:

@@ -6,7 +6,6 @@ When it answers again it first loads the newest weights.
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -96,8 +95,8 @@ class PoolMembers:
         try:
             with contextlib.suppress(EngineError):
                 await within(replica.engine.abort(), min(ABORT_TIMEOUT_S, self._check_timeout_s))
-                deadline_s = time.monotonic() + self._check_timeout_s
-                while replica.load and time.monotonic() < deadline_s:
+                deadline_s = self._now_s() + self._check_timeout_s
+                while replica.load and self._now_s() < deadline_s:
                     await self._change(1.0)
         finally:  # a run that ends meanwhile has removed the replica
             replica.return_calls()
@@ -175,9 +174,13 @@ class PoolMembers:
         """Waits for a change. Raises `EngineUnavailable` when none comes before the deadline."""
         await self._change(min(self._left_s(deadline_s), LONGEST_BACKOFF_S))
 
+    @staticmethod
+    def _now_s() -> float:
+        return asyncio.get_running_loop().time()
+
     def _left_s(self, deadline_s: float) -> float:
         """Seconds before the deadline. Raises `EngineUnavailable` when none are left."""
-        left_s = deadline_s - time.monotonic()
+        left_s = deadline_s - self._now_s()
         if left_s <= 0:
             raise EngineUnavailable(f"no engine for {self._patience_s:g} s; the last error: {self._last_error}")
         return left_s

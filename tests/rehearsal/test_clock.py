@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from benchmarks.clock import NothingCanHappen, run_virtual
+from shoal.rehearsal.clock import NothingCanHappen, run_virtual
 
 
 def test_an_hour_of_sleeping_takes_no_time_and_ends_on_the_hour() -> None:
