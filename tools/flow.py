@@ -168,9 +168,10 @@ run.versions:ServedVersions.write
       trainer.models:TrainedModels.write_weights
       trainer.models:TrainedModel.count_push
         trainer.optim:Optimizer.count_push
-  weights.store:WeightStore.seal
-  experience.buffer:Buffer.record_version
 run.versions:ServedVersions.load
+  run.versions:ServedVersions.seal
+    weights.store:WeightStore.seal
+    experience.buffer:Buffer.record_version
   engine.pool.engine_pool:EnginePool.update_weights
     engine.pool.engine_pool:EnginePool._load
       engine.pool.loading:Loader.loaded
