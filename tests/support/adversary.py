@@ -25,12 +25,14 @@ from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.wire.envelope import Kind, Signer
 from shoal.swarm.wire.exchange import MemorySwarm
-from shoal.swarm.wire.offer import GeneratorKind, Offer, OfferedRollout
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Reward, Split, Task
 
 NOW_S = 1.8e9
 STEP_S = 10.0
+PARTS = 200
+"""Parts of a step, between which other tasks have their turn."""
 HONEST, WANTED = 8, 4
 
 
@@ -44,6 +46,8 @@ class Attack:
     steps: int
     known: int = 0
     """Honest peers that the node's user lists in known.txt."""
+    flood_per_s: int = 0
+    """Frames a second of strangers, from then on: half of them signed and then repeated, half forged."""
 
 
 class ExactScorer:
@@ -68,6 +72,8 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
 
     (folder / KNOWN_FILE).write_text("\n".join(one.peer_id for one in honest[: attack.known]))
 
+    flood = _flood(attack.flood_per_s)
+
     async def main() -> list[list[str]]:
         now_s = asyncio.get_running_loop().time
         joined = Joined(
@@ -85,7 +91,10 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
                 content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", NOW_S + now_s())
                 frame = signers[author].frame(Kind.OFFER, wire.encode(content), NOW_S + now_s())
                 hub.put(Kind.OFFER, author, frame)
-            await asyncio.sleep(STEP_S)
+            for part in range(PARTS):
+                for author, frame in flood[part % 20 :: 20] if step >= attack.from_step else ():
+                    hub.put(Kind.OFFER, author, frame)
+                await asyncio.sleep(STEP_S / PARTS)
             groups = await node.take(step, _logprobs)
             taken.append([group.origin.peer_id for group in groups if group.origin])
         running.cancel()
@@ -100,10 +109,24 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
         "seed": seed,
         "share": round(during[True] / max(during.total(), 1), 3),
         "groups_a_step_from_10": round(sum(map(len, taken[10:])) / max(len(taken[10:]), 1), 2),
+        "groups_a_step_from_attack": round(fmean(map(len, taken[attack.from_step :])), 2),
         "honest_groups_a_step_from_10": round(
             fmean(sum(author not in bad for author in step) for step in taken[10:]), 2
         ),
     }
+
+
+def _flood(count: int) -> list[tuple[str, bytes]]:
+    """Names and frames of one second."""
+    frames = list[tuple[str, bytes]]()
+    payload = wire.encode(
+        Offer(Claim("numbers", "say?", "1"), (OfferedRollout("7"),) * 2, GeneratorKind.RULE, "x", NOW_S)
+    )
+    for number in range(count // 2):
+        one = Identity.fresh()
+        frame = Signer(one, "reef", 1).frame(Kind.OFFER, payload, NOW_S)
+        frames += [(one.peer_id, frame), (f"{number}", bytes(64) + frame[64:])]
+    return frames
 
 
 def _shuffled(service: JsonlService, rng: random.Random) -> list[Task]:
@@ -125,6 +148,8 @@ ATTACKS = (
     Attack(16, 1, 0, 40),
     Attack(16, 1, 0, 40, known=4),
     Attack(16, 1, 0, 40, known=8),
+    Attack(0, 0, 20, 40),
+    Attack(0, 0, 20, 40, flood_per_s=10_000),
 )
 
 if __name__ == "__main__":

@@ -23,3 +23,11 @@ def test_a_crowd_of_newcomers_in_a_cold_swarm_delays_no_node_that_knows_its_peer
     found = simulated(Attack(16, 1, 0, 20, known=HONEST), 0, tmp_path)
     assert float(str(found["honest_groups_a_step_from_10"])) >= 0.7 * WANTED
     assert float(str(found["share"])) <= 0.3
+
+
+def test_a_flood_of_strangers_takes_less_than_half_of_the_groups_of_known_authors(tmp_path: Path) -> None:
+    attacks = [Attack(0, 0, 10, 15, flood_per_s=rate) for rate in (0, 1000)]
+    alone, flooded = (
+        float(str(simulated(attack, 0, Path(mkdtemp(dir=tmp_path)))["groups_a_step_from_attack"])) for attack in attacks
+    )
+    assert flooded >= alone / 2

@@ -11,8 +11,9 @@ import pytest
 from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.net.identity import Identity
-from shoal.swarm.peer import FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S, Joined, Peer
+from shoal.swarm.peer import FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S, MOST_AT_ONCE, Joined, Peer
 from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Kind, Signer
 from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Want
@@ -92,3 +93,28 @@ def test_frames_are_read_as_seldom_as_they_are_dear(tmp_path: Path, frames_worth
     _, took_s = read(tmp_path, timer, 0.25)[-1]
     before_last_batch = (BATCHES - 1) * INTAKE_BATCH * frames_worth
     assert took_s == pytest.approx(max(0.0, before_last_batch / INTAKE_PER_S - INTAKE_BURST_S), abs=0.5)
+
+
+def test_a_flood_under_the_name_of_an_established_author_costs_no_more_than_its_intake(tmp_path: Path) -> None:
+    async def main() -> tuple[int, int]:
+        hub, author, own = MemorySwarm(), Identity.fresh(), OwnTasks([])
+        said = Signer(author, "reef", session=1)
+        config = Config(tasks=[TaskConfig(name="gcd")])
+        peer = Peer(Joined(hub.join(), own, Identity.fresh(), tmp_path, config, clock=lambda: NOW_S, timer=lambda: 0.0))
+        peer.ingress.vouch(author.peer_id)
+        listening = asyncio.create_task(peer.beside())
+        for read in range(8):
+            for number in range(MOST_AT_ONCE):
+                frame = said.frame(Kind.WANT, PAYLOAD, NOW_S)
+                hub.put(Kind.WANT, f"{read} {number}", bytes(64) + frame[64:])
+            while peer.ingress.refused.total() < (read + 1) * MOST_AT_ONCE:
+                assert not listening.done()
+                await asyncio.sleep(0.0)
+        listening.cancel()
+        await asyncio.gather(listening, return_exceptions=True)
+        own.close()
+        return peer.ingress.refused[Reason.FORGED], peer.ingress.refused[Reason.FLOODING]
+
+    with asyncio.Runner(loop_factory=Skipping) as runner:
+        checked, dropped = runner.run(main())
+    assert (checked, dropped) == (MOST_AT_ONCE + 1, 7 * MOST_AT_ONCE - 1)

@@ -32,6 +32,8 @@ STATUS_FILE = "status.json"
 SESSION_FILE = "session"
 INTAKE_PER_S = 60.0
 """Frames read per second at most, on average, from all peers together."""
+KNOWN_PER_S = 240.0
+"""Frames read per second in a flood that name established authors: others can send under their names."""
 INTAKE_BATCH = 32
 """Frames between two rests of the intake."""
 MOST_AT_ONCE = 512
@@ -102,6 +104,7 @@ class Peer:
         limits = TrustLimits()
         self._outgoing = Bucket(SENT_SHARE * limits.rate_per_s, SENT_SHARE * limits.burst)
         self._intake = Bucket(joined.frames_per_s, joined.frames_per_s * INTAKE_BURST_S)
+        self._known_intake = Bucket(KNOWN_PER_S, MOST_AT_ONCE)
         self.ingress = IngressFilter(self.swarm, self.peer_id, timer=self._timer)
         self.tally = PeerCounts()
         self.file_failures: dict[str, str] = {}
@@ -190,28 +193,29 @@ class Peer:
     async def _listen(self) -> None:
         """Reads frames; a frame costs as much of the intake as it takes of the processor.
 
-        In a flood the frames that name an established author are read first. Of the others as many are read as the
-        intake allows, and the rest is dropped unread.
+        In a flood the frames that name an established author are read first, and have an intake of their own. As many
+        are read as the two intakes allow, and the rest is dropped unread.
         """
         loop, intake = asyncio.get_running_loop(), self._intake
         while True:
             frames = await self._exchange.receive(MOST_AT_ONCE)
             if len(frames) < MOST_AT_ONCE:
                 for number, frame in enumerate(frames, 1):
-                    await self._admit(frame)
+                    await self._admit(frame, intake)
                     if number % INTAKE_BATCH == 0 or number == len(frames):
                         await asyncio.sleep(max(0.0, intake.used - intake.burst) / intake.rate_per_s)
                 continue
             known = {frame: None for frame in frames if self.ingress.is_known(frame)}
             for frame in [*known, *(frame for frame in frames if frame not in known)]:
-                if frame in known or intake.take(loop.time(), 0.0):
-                    await self._admit(frame)
+                its_intake = self._known_intake if frame in known else intake
+                if its_intake.take(loop.time(), 0.0):
+                    await self._admit(frame, its_intake)
                 else:
                     self.ingress.refused[Reason.FLOODING] += 1
 
-    async def _admit(self, frame: bytes) -> None:
-        """Admits a frame and passes its message on; then yields to other tasks."""
-        loop_s, began_s, intake = asyncio.get_running_loop().time(), self._timer(), self._intake
+    async def _admit(self, frame: bytes, intake: Bucket) -> None:
+        """Admits a frame at the cost of an intake, and passes its message on; then yields to other tasks."""
+        loop_s, began_s = asyncio.get_running_loop().time(), self._timer()
         message = self.ingress.admit(frame, self._clock(), loop_s)
         intake.take(loop_s, 0.0)
         intake.spend(max(OWN_COST if message is Reason.OWN else 1.0, (self._timer() - began_s) / FRAME_S))
