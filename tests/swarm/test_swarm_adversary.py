@@ -26,7 +26,7 @@ def test_a_crowd_of_newcomers_in_a_cold_swarm_delays_no_node_that_knows_its_peer
 
 
 def test_a_flood_of_strangers_takes_less_than_half_of_the_groups_of_known_authors(tmp_path: Path) -> None:
-    attacks = [Attack(0, 0, 10, 15, flood_per_s=rate) for rate in (0, 1000)]
+    attacks = [Attack(0, 0, 10, 24, flood_per_s=rate) for rate in (0, 2000)]
     alone, flooded = (
         float(str(simulated(attack, 0, Path(mkdtemp(dir=tmp_path)))["groups_a_step_from_attack"])) for attack in attacks
     )
