@@ -6,8 +6,8 @@ from pydantic import Field
 
 from shoal.config.section import Section
 
-Credit: TypeAlias = Literal["group", "group_drop"]
-"""Treatment of peers' negative advantages."""
+Credit: TypeAlias = Literal["group", "group_drop", "group_likely"]
+"""Treatment of peers' advantages."""
 
 
 class SwarmConfig(Section):
@@ -32,7 +32,8 @@ class SwarmConfig(Section):
     )
     credit: Credit = Field(
         "group_drop",
-        description="Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`).",
+        description="Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); with `group_likely` "
+        "tokens that the node finds unlikely also weigh less.",
     )
     datasets: Literal["mine", "any"] | list[str] = Field(
         "mine",

@@ -33,6 +33,9 @@ NEWCOMER_SHARE = 0.15
 """Share of the groups taken by `trusted` that newcomers may have, in the long run."""
 HALF_LIFE_S = 300.0
 """Seconds in which the worth of an offer halves, for `trusted`."""
+LIKELY = 0.5
+"""Probability from which on a token of a peer weighs fully under `group_likely`: a minority of the rows cannot make a
+token grow that has less."""
 WANTED = 0.25
 """Smallest need that `demand` answers."""
 BUDGET_BURST_S = 60.0
@@ -190,10 +193,22 @@ def external_rows(rows: Sequence[Sample], credit: Credit) -> tuple[Sample, ...]:
     The gradient of a worse external answer pushes down text that this node might never write. With stacked models,
     leaving such answers out was better in each of three seeds (experiments/sapo_stacked). The tokens of a row without
     advantage still count in the loss's denominator.
+
+    `group_likely` also weighs each token by min(1, p / LIKELY), where p is its probability under the node's own
+    weights. With equal weights, a phrase that only some peers' right answers carry spreads up to their part of all rows.
     """
     if credit == "group":
         return tuple(rows)
-    return tuple(replace(row, advantages=tuple(max(a, 0.0) for a in row.advantages)) for row in rows)
+    return tuple(
+        replace(
+            row,
+            advantages=tuple(
+                max(a, 0.0) * (min(1.0, math.exp(logprob) / LIKELY) if credit == "group_likely" else 1.0)
+                for a, logprob in zip(row.advantages, row.logprobs, strict=True)
+            ),
+        )
+        for row in rows
+    )
 
 
 def sharer_of(name: str) -> Sharer:
