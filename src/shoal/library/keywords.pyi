@@ -230,8 +230,8 @@ class SwarmSettings(TypedDict, total=False):
     """Own groups shared: all, informative, budget:N (bytes/s), demand or module:function."""
     take: str | Callable[..., Any]
     """Peers' groups taken: uniform (as in SAPO), trusted (newcomers have 15 % at most) or module:function."""
-    credit: Literal["group", "group_drop"]
-    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`)."""
+    credit: Literal["group", "group_drop", "group_likely"]
+    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); with `group_likely` tokens that the node finds unlikely also weigh less."""
     datasets: Literal["mine", "any"] | Sequence[str]
     """Procedural tasks taken of peers: own tasks with own settings (mine), any dataset with the peer's settings, or these."""
     checkers: Sequence[Literal["exact", "number", "math", "regex", "code"]]
@@ -366,8 +366,8 @@ class Settings(TrainSettings, total=False):
     """Own groups shared: all, informative, budget:N (bytes/s), demand or module:function."""
     take: str | Callable[..., Any]
     """Peers' groups taken: uniform (as in SAPO), trusted (newcomers have 15 % at most) or module:function."""
-    credit: Literal["group", "group_drop"]
-    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`)."""
+    credit: Literal["group", "group_drop", "group_likely"]
+    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); with `group_likely` tokens that the node finds unlikely also weigh less."""
     datasets: Literal["mine", "any"] | Sequence[str]
     """Procedural tasks taken of peers: own tasks with own settings (mine), any dataset with the peer's settings, or these."""
     checkers: Sequence[Literal["exact", "number", "math", "regex", "code"]]

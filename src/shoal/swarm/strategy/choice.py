@@ -34,8 +34,7 @@ NEWCOMER_SHARE = 0.15
 HALF_LIFE_S = 300.0
 """Seconds in which the worth of an offer halves, for `trusted`."""
 LIKELY = 0.5
-"""Probability from which on a token of a peer weighs fully under `group_likely`: a minority of the rows cannot make a
-token grow that has less."""
+"""Probability from which on a peer's token weighs fully under `group_likely`: a minority's token below it shrinks."""
 WANTED = 0.25
 """Smallest need that `demand` answers."""
 BUDGET_BURST_S = 60.0
