@@ -194,7 +194,7 @@ def external_rows(rows: Sequence[Sample], credit: Credit) -> tuple[Sample, ...]:
     advantage still count in the loss's denominator.
 
     `group_likely` also weighs each token by min(1, p / LIKELY), where p is its probability under the node's own
-    weights. With equal weights, a phrase that only some peers' right answers carry spreads up to their part of all rows.
+    weights. With equal weights, a phrase that only some peers' right answers carry spreads to their part of the rows.
     """
     if credit == "group":
         return tuple(rows)
