@@ -9,7 +9,7 @@ from test_layers import imported, modules
 # These are, or are loaded by, the engine's, the trainer's, the warm start's and the Tinker server's processes. In the
 # last, the package tinker loads torch.
 COMPUTING = (
-    *("model.attention", "model.checkpoint_names", "model.family", "model.loading", "model.packed"),
+    *("model.attention", "model.checkpoint_names", "model.family", "model.loading", "model.mixers", "model.packed"),
     *("model.product", "model.routing", "model.tensor_files", "model.token_logprobs", "model.training_forward"),
     "engine",
     "trainer",

@@ -44,11 +44,8 @@ COMPUTED = [
 ]
 REFUSED = [
     ("Doge", {"num_key_value_heads": 2}, "'attention_mask'"),
-    ("Gemma2", {"num_key_value_heads": 2, "head_dim": 8}, "cap attention logits"),
     ("Bloom", {"n_layer": 2, "n_head": 4}, "from transformers' own"),
     ("GPTJ", {"n_layer": 2, "n_head": 4, "rotary_dim": 4}, "cannot be replaced"),
-    ("FalconH1", {"num_key_value_heads": 2, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "."),
-    ("Qwen3Next", {"num_key_value_heads": 2, "head_dim": 8, **EXPERTS}, "'linear_attention'"),
 ]
 
 

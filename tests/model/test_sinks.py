@@ -13,7 +13,7 @@ from engine_models import plain, saved
 from shoal.engine.compute.options import EngineLimits
 from shoal.engine.compute.request import Request
 from shoal.engine.compute.step_engine import StepEngine
-from shoal.model.attention import MOST_SCORES, with_sinks
+from shoal.model.attention import MOST_SCORES, Scores, by_definition
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 from shoal.types import Sampling
@@ -73,5 +73,5 @@ def test_more_queries_than_are_computed_at_a_time_have_the_result_and_gradient_o
         out = attend(*leaves)
         return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
 
-    blocks = computed(lambda q, k, v, sinks_H: with_sinks(q, k, v, causal_LL, 0.5, sinks_H))
+    blocks = computed(lambda q, k, v, sinks_H: by_definition(q, k, v, causal_LL, Scores(0.5, sinks_H=sinks_H)))
     torch.testing.assert_close(blocks, computed(defined), rtol=1e-3, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,65 +15,102 @@ LONGEST_BY_HAND = 512
 """Tokens of a row up to which probabilities are kept on a CPU. With 9 heads of width 64, 8 rows of 95 tokens and
 bfloat16, both passes take 5 ms so and 19 ms with torch's flash attention (one core)."""
 MOST_SCORES = 1 << 24
-"""Scores computed at a time where heads have sinks: 64 MiB in float32."""
+"""Scores computed at a time where scores are capped or heads have sinks: 64 MiB in float32."""
 
 
-def attended(
-    q_RLHD: Tensor,
-    k_RLKD: Tensor,
-    v_RLKD: Tensor,
-    scaling: float,
-    window: int | None,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Attention of H query heads over K key-value heads: [R, L, H, D]. A token sees the last `window` tokens, or all.
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Rule of a layer: the keys that a query sees, and how their products become probabilities."""
+
+    scaling: float
+    window: int | None = None
+    """Tokens back, itself included, that a token may see; None means all."""
+    chunk: int | None = None
+    """Tokens of a chunk of positions; a token sees its own chunk only (Llama 4). None means one chunk."""
+    cap: float | None = None
+    """Bound of the scores: cap * tanh(score / cap) takes their place (Gemma 2, arXiv 2408.00118). None bounds none."""
+    sinks_H: Tensor | None = field(default=None, compare=False)
+    """Score of each head's sink, which has no key and no value (`by_definition`)."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether probabilities are a softmax of the scores."""
+        return self.cap is None and self.sinks_H is None
+
+    @property
+    def hides(self) -> "Scores":
+        """Rule of the keys alone, by which masks are kept."""
+        return Scores(1.0, self.window, self.chunk)
+
+    def all_seen(self, length: int) -> bool:
+        """Whether no token of the first `length` is too far back for another."""
+        return (self.window is None or self.window >= length) and (self.chunk is None or self.chunk >= length)
+
+    def seen(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether queries see keys, by their positions."""
+        distance = query - key
+        seen = distance >= 0
+        if self.window is not None:
+            seen &= distance < self.window
+        if self.chunk is not None:
+            seen &= query // self.chunk == key // self.chunk
+        return seen
+
+
+def attended(q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scores: Scores) -> Tensor:
+    """Attention of H query heads over K key-value heads: [R, L, H, D], with the width D of the values.
 
     Under autocast its products have autocast's dtype. Short rows on a CPU may lack the queries of their first tokens.
-    `sinks_H` are those of `with_sinks`.
     """
     device, length = q_RLHD.device, k_RLKD.shape[1]
-    if sinks_H is not None:
+    if not scores.is_plain:
         q, k, v = (x.transpose(1, 2) for x in (q_RLHD, k_RLKD, v_RLKD))
-        mask_LL = _band(length, length if window is None else window, device)
-        return with_sinks(q, k, v, mask_LL[-q_RLHD.shape[1] :], scaling, sinks_H).transpose(1, 2)
+        mask_LL = _seen(length, scores, device)
+        return by_definition(q, k, v, mask_LL[-q_RLHD.shape[1] :], scores).transpose(1, 2)
     if device.type == "cpu" and length <= LONGEST_BY_HAND:
         if torch.is_autocast_enabled("cpu"):
             q_RLHD, k_RLKD, v_RLKD = (x.to(torch.get_autocast_dtype("cpu")) for x in (q_RLHD, k_RLKD, v_RLKD))
-        hidden_QL = _hidden(length, window, length - q_RLHD.shape[1])
-        result: Tensor = _Attended.apply(q_RLHD, k_RLKD, v_RLKD, scaling, hidden_QL)  # type: ignore[no-untyped-call]
+        hidden_QL = _hidden(length, scores, length - q_RLHD.shape[1])
+        result: Tensor = _Attended.apply(  # type: ignore[no-untyped-call]
+            q_RLHD, k_RLKD, v_RLKD, scores.scaling, hidden_QL
+        )
         return result
     assert q_RLHD.shape[1] == length
-    banded = window is not None and window < length
+    causal = scores.all_seen(length)
     q_RHLD, k_RKLD, v_RKLD = (x.transpose(1, 2) for x in (q_RLHD, k_RLKD, v_RLKD))
     out_RHLD = F.scaled_dot_product_attention(
         q_RHLD,
         k_RKLD,
         v_RKLD,
-        attn_mask=_band(length, window, device) if window is not None and banded else None,
-        is_causal=not banded,
-        scale=scaling,
+        attn_mask=None if causal else _seen(length, scores, device),
+        is_causal=causal,
+        scale=scores.scaling,
         enable_gqa=q_RHLD.shape[1] != k_RKLD.shape[1],
     )
     return out_RHLD.transpose(1, 2)
 
 
-def with_sinks(
-    q_RHQD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, visible: Tensor, scaling: float, sinks_H: Tensor
-) -> Tensor:
-    """Attention [R, H, Q, D] in which each head has a sink: a score in its softmax that has no key and no value.
+def by_definition(q_RHQD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, visible: Tensor, scores: Scores) -> Tensor:
+    """Attention [R, H, Q, D] with capped scores, or with a sink in each head: a score that has no key and no value.
 
         p = exp(s_l) / (exp(sink) + sum_l exp(s_l))
 
-    So the probabilities of a query sum to less than 1. `visible` is a boolean mask that broadcasts to [R, 1, Q, L].
-    Queries are computed in blocks of `MOST_SCORES`, and again in the backward pass. Source: GPT-OSS (arXiv 2508.10925).
+    So with sinks the probabilities of a query sum to less than 1. `visible` is a boolean mask that broadcasts to
+    [R, 1, Q, L]. Queries are computed in blocks of `MOST_SCORES`, and again in the backward pass. Source of sinks:
+    GPT-OSS (arXiv 2508.10925).
     """
     heads, length = q_RHQD.shape[1], k_RKLD.shape[2]
     k_RHDL = k_RKLD.repeat_interleave(heads // k_RKLD.shape[1], 1).transpose(2, 3)
     v_RHLD = v_RKLD.repeat_interleave(heads // v_RKLD.shape[1], 1)
 
     def block(q_RHQD: Tensor, visible: Tensor) -> Tensor:
-        score_RHQL = (q_RHQD @ k_RHDL).float().mul(scaling).masked_fill(~visible, -torch.inf)
-        sink_RHQ1 = sinks_H.float().view(1, heads, 1, 1).expand(*score_RHQL.shape[:3], 1)
+        score_RHQL = (q_RHQD @ k_RHDL).float().mul(scores.scaling)
+        if scores.cap is not None:
+            score_RHQL = torch.tanh(score_RHQL / scores.cap) * scores.cap
+        score_RHQL = score_RHQL.masked_fill(~visible, -torch.inf)
+        if scores.sinks_H is None:
+            return score_RHQL.softmax(-1).to(v_RHLD.dtype) @ v_RHLD
+        sink_RHQ1 = scores.sinks_H.float().view(1, heads, 1, 1).expand(*score_RHQL.shape[:3], 1)
         p_RHQL = torch.cat((score_RHQL, sink_RHQ1), -1).softmax(-1)[..., :-1]
         return p_RHQL.to(v_RHLD.dtype) @ v_RHLD
 
@@ -83,7 +121,7 @@ def with_sinks(
     return torch.cat([checkpoint(block, *one, use_reentrant=False, preserve_rng_state=False) for one in blocks], 2)
 
 
-def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scaling: float, window: int | None, skipped: int = 0) -> Tensor:
+def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scores: Scores, skipped: int = 0) -> Tensor:
     """Attention as `attended`, of queries, keys and values in one tensor of A = H + 2 K heads; so is its gradient.
 
     The first `skipped` queries of each row have no result.
@@ -91,32 +129,30 @@ def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scaling: float, window: int 
     device, length = qkv_RLAD.device, qkv_RLAD.shape[1]
     if device.type != "cpu" or length > LONGEST_BY_HAND:
         q, k, v = _parts(qkv_RLAD, kv_heads)
-        return attended(q[:, skipped:], k, v, scaling, window)
-    hidden_QL = _hidden(length, window, skipped)
-    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scaling, hidden_QL)  # type: ignore[no-untyped-call]
+        return attended(q[:, skipped:], k, v, scores)
+    hidden_QL = _hidden(length, scores, skipped)
+    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scores.scaling, hidden_QL)  # type: ignore[no-untyped-call]
     return result
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """Mask [L, L], true on visible positions: at most `window` tokens back, the token itself included."""
-    i = torch.arange(length, device=device)
-    distance = i[:, None] - i[None, :]
-    return (distance >= 0) & (distance < window)
+def _seen(length: int, scores: Scores, device: torch.device | None = None) -> Tensor:
+    """Mask [L, L], true on visible positions."""
+    at_L = torch.arange(length, device=device)
+    return scores.seen(at_L[:, None], at_L)
 
 
-def _hidden(length: int, window: int | None, skipped: int) -> Tensor:
+def _hidden(length: int, scores: Scores, skipped: int) -> Tensor:
     """Additions [Q, L] to scores: -inf where a key is hidden from one of the queries after the skipped, else 0."""
     all_LL = torch.full((length, length), -torch.inf)
-    hidden_LL = all_LL.triu(1)
-    if window is not None and window < length:
-        hidden_LL += all_LL.tril(-window)
-    return hidden_LL[skipped:]
+    if scores.all_seen(length):
+        return all_LL.triu(1)[skipped:]
+    return all_LL.masked_fill(_seen(length, scores), 0)[skipped:]
 
 
 class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q_RLHD: Tensor, k_RLKD: Tensor, v_RLKD: Tensor, scaling: float, hidden_QL: Tensor) -> Tensor:
-        ctx.scaling, ctx.shape, ctx.of_kv = scaling, q_RLHD.shape, k_RLKD.shape
+        ctx.scaling, ctx.shapes = scaling, (q_RLHD.shape, k_RLKD.shape, v_RLKD.shape)
         with torch.autocast("cpu", enabled=False):
             result, kept = _forward(q_RLHD, k_RLKD, v_RLKD, scaling, hidden_QL)
         ctx.save_for_backward(*kept)
@@ -125,10 +161,9 @@ class _Attended(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RLHD: Tensor) -> tuple[Tensor | None, ...]:
-        kv_heads = ctx.of_kv[2]
+        kv_heads = ctx.shapes[1][2]
         grads = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, kv_heads)
-        shapes = (ctx.shape, ctx.of_kv, ctx.of_kv)
-        return *(_rows(grad, shape, kv_heads) for grad, shape in zip(grads, shapes, strict=True)), None, None
+        return *(_rows(grad, shape, kv_heads) for grad, shape in zip(grads, ctx.shapes, strict=True)), None, None
 
 
 class _JointAttended(torch.autograd.Function):
@@ -173,7 +208,8 @@ def _forward(
         score_XML = torch.baddbmm(hidden_ML, q_XMD.float(), k_XLD.float().transpose(1, 2), alpha=scaling)
         p_XML = score_XML.softmax(-1).to(q_XMD.dtype)
         out_XMD = torch.bmm(p_XML, v_XLD)
-    return _rows(out_XMD, q_RLHD.shape, kv_heads), (q_XMD, k_XLD, v_XLD, p_XML)
+    shape = torch.Size((*q_RLHD.shape[:3], v_RLKD.shape[3]))
+    return _rows(out_XMD, shape, kv_heads), (q_XMD, k_XLD, v_XLD, p_XML)
 
 
 def _backward(

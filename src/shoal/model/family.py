@@ -4,11 +4,13 @@ Type annotations name Qwen3, which has every feature of the family.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from shoal.model.attention import Scores
 
 if TYPE_CHECKING:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
@@ -16,27 +18,6 @@ if TYPE_CHECKING:
 FAMILY = frozenset(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss"))
 CONSTANT_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary embedding whose angles depend on the position only."""
-
-
-class Layout(Protocol):
-    """Attention pattern of the T tokens of one forward."""
-
-    def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
-        """Attends in one layer, with H query heads and K key-value heads; the result is [T, H, D].
-
-        `window` is the number of tokens back, itself included, that a token may see; None means all. `sinks_H` are the
-        heads' sinks (`shoal.model.attention.with_sinks`).
-        """
-        ...
 
 
 def is_known(model: PreTrainedModel) -> bool:
@@ -55,11 +36,10 @@ def is_known(model: PreTrainedModel) -> bool:
     )
 
 
-def window_of(attention: "Qwen3Attention") -> int | None:
-    """Attention window of a layer in tokens; Mistral's layers keep it in the config only."""
+def scores_of(attention: "Qwen3Attention") -> Scores:
+    """Rule of a layer's attention; Mistral's layers keep their window in the config only."""
     of_config = type(attention).__name__ == "MistralAttention"
-    window: int | None = getattr(attention.config if of_config else attention, "sliding_window", None)
-    return window
+    return Scores(attention.scaling, getattr(attention.config if of_config else attention, "sliding_window", None))
 
 
 def joint(parameters: Sequence[nn.Parameter]) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.errors import ModelError
-from shoal.model.family import Layout
+from shoal.model.attention import Scores
+from shoal.model.mixers import Forwards, Layout
 from shoal.model.packed import packed_logprobs
 
 ATTENTION = "shoal"
@@ -31,6 +32,13 @@ HARMLESS: Final[Mapping[str, tuple[object, ...]]] = {
     "output_attentions": (False,),
 }
 """Values of other arguments that change nothing; None never does."""
+LAYERS: Final = frozenset(
+    {
+        "chunked_attention", "conv", "full_attention", "hybrid", "hybrid_sliding", "indexed_attention",
+        "linear_attention", "mlp", "moe", "sliding_attention",
+    }
+)  # fmt: skip
+"""Kinds of layers that are computed."""
 Checkpointing: TypeAlias = bool | Literal["selective"]
 """Activations that layers drop: none, all, or the cheap ones."""
 KEPT_OPERATIONS: Final = tuple(
@@ -61,22 +69,49 @@ def _attend(
     layout: Layout | None = None,
     sliding_window: int | None = None,
     s_aux: Tensor | None = None,
+    softcap: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Attention function that transformers calls: [1, H, T, D] in, [1, T, H, D] out; `s_aux` are the heads' sinks."""
-    if layout is None:
+    forwards = getattr(module, "shoal_forwards", None)
+    layout = layout or (forwards and forwards.layout)
+    if layout is None or forwards is None:
         raise ModelError("this model attends through a Layout: call it through shoal.model.loading, not directly")
     _refuse_unknown({**others, "attention_mask": attention_mask})
-    out_THD = layout.attend(
-        module.layer_idx,  # type: ignore[arg-type]
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        scaling if scaling is not None else query.shape[-1] ** -0.5,
-        sliding_window,
-        s_aux,
+    scores = Scores(
+        scaling=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window,
+        chunk=_chunk_of(module),
+        cap=softcap,
+        sinks_H=s_aux,
     )
+    query_THD = _at_own_temperature(module, query[0].transpose(0, 1), forwards.position_T)
+    out_THD = layout.attend(forwards.layer(module), query_THD, key[0].transpose(0, 1), value[0].transpose(0, 1), scores)
     return out_THD.unsqueeze(0), None
+
+
+def _chunk_of(module: Any) -> int | None:
+    """Tokens of a chunk that a layer's tokens see; None means all."""
+    config = module.config
+    kinds = getattr(config, "layer_types", None) or ()
+    at = module.layer_idx
+    chunked = at is not None and at < len(kinds) and kinds[at] == "chunked_attention"
+    return config.attention_chunk_size if chunked else None
+
+
+def _at_own_temperature(module: Any, query_THD: Tensor, position_T: Tensor | None) -> Tensor:
+    """Queries of Llama 4 with the temperature of their positions in their row.
+
+    Its layers without rotation have scaled them by their positions in the forward.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or module.use_rope or position_T is None:
+        return query_THD
+
+    own_T, wrong_T = (
+        torch.log1p(torch.floor((at_T.float() + 1) / float(module.floor_scale))) * float(module.attn_scale) + 1
+        for at_T in (position_T, torch.arange(len(query_THD), device=query_THD.device))
+    )
+    return (query_THD * (own_T / wrong_T)[:, None, None]).to(query_THD.dtype)
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -85,7 +120,7 @@ AttentionInterface.register(ATTENTION, _attend)
 def _refuse_unknown(arguments: Mapping[str, object]) -> None:
     """Raises `ModelError` for an argument that would change the result and is not computed here.
 
-    Capped logits and masks of a model's own come as such arguments. Ignoring an argument would compute another model,
+    Masks of a model's own come as such arguments. Ignoring an argument would compute another model,
     in the trainer and in the engine alike.
     """
     for name, value in arguments.items():
@@ -137,6 +172,7 @@ def load_model(
     if missing := sorted(loaded["missing_keys"]):  # transformers draws them at random
         raise ModelError(f"model {str(path)!r} lacks {len(missing)} of its tensors, such as {missing[0]}")
     model.to(device).eval()
+    Forwards(model)
     refuse_different(model)
     checkpoint_layers(model, gradient_checkpointing)
     return model
@@ -173,6 +209,7 @@ def empty_model(path: Path | str, *, few_tokens: int | None = None) -> PreTraine
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=ATTENTION
         )
+    Forwards(model)
     if few_tokens is not None:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
         with torch.random.fork_rng(devices=[]):
@@ -218,12 +255,9 @@ def refuse_unsupported(config: object) -> None:
             f"weights quantised by {str(method)!r} cannot be trained: expected float32, float16 or bfloat16; "
             "dequantise the model with transformers and save it first"
         )
-    if getattr(config, "attn_logit_softcapping", None) is not None:
-        raise ModelError("models that cap attention logits (such as Gemma 2) are not supported")
     kinds = set(getattr(config, "layer_types", None) or ())
-    foreign = kinds - {"full_attention", "sliding_attention"}
-    if foreign:
-        raise ModelError(f"layers of kind {sorted(foreign)[0]!r} are not supported: only full and sliding attention is")
+    if foreign := kinds - LAYERS:
+        raise ModelError(f"layers of kind {sorted(foreign)[0]!r} are not supported, only {', '.join(sorted(LAYERS))}")
 
 
 def resolve_device(device: str) -> str:

@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shoal.model import MOST_LOGITS
-from shoal.model.attention import LONGEST_BY_HAND, attended, joint_attended
+from shoal.model.attention import LONGEST_BY_HAND, Scores, attended, joint_attended
+from shoal.model.mixers import Mixer, Run, side_by_side
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
 from shoal.model.routing import routing_of
 from shoal.model.token_logprobs import token_logprobs
@@ -66,40 +67,41 @@ class PackedRows:
         self.positions = positions
         """Positions that attention reads, with padding and each path's shared beginning."""
 
-    def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scores: Scores) -> Tensor:
         """Attends causally within each row."""
 
         def attend(skipped: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attended(q[:, skipped:], k, v, scaling, window, sinks_H)
+            return attended(q[:, skipped:], k, v, scores)
 
         return self._in_buckets((query_THD, key_TKD, value_TKD), attend)
 
-    def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scaling: float, window: int | None) -> Tensor:
+    def mix(self, mixer: Mixer, inputs_T: Sequence[Tensor], run: Run) -> Sequence[Tensor]:
+        """Mixes the tokens of whole rows, from no state; beginnings that rows share are computed in each."""
+        parts = [
+            tuple(out[:, skipped:].flatten(0, 1) for out in run(rows, None)) for skipped, rows in self._rows(inputs_T)
+        ]
+        return [out if self._inverse_T is None else out.index_select(0, self._inverse_T) for out in side_by_side(parts)]
+
+    def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scores: Scores) -> Tensor:
         """Attends causally within each row, with queries, keys and values in one tensor of A = H + 2 K heads."""
 
         def attend(skipped: int, qkv: Tensor) -> Tensor:
-            return joint_attended(qkv, kv_heads, scaling, window, skipped)
+            return joint_attended(qkv, kv_heads, scores, skipped)
 
         return self._in_buckets((qkv_TAD,), attend)
 
     def _in_buckets(self, inputs: Sequence[Tensor], attend: Callable[..., Tensor]) -> Tensor:
         """Result of each bucket's padded rows, back in the order of the nodes."""
-        outs = []
-        for length, index, skipped in self._buckets:
-            rows = ((x if index is None else x.index_select(0, index)) for x in inputs)
-            outs.append(attend(skipped, *(x.reshape(-1, length, *x.shape[1:]) for x in rows)).flatten(0, 1))
+        outs = [attend(skipped, *rows).flatten(0, 1) for skipped, rows in self._rows(inputs)]
         if self._inverse_T is None:
             return outs[0]
         return torch.cat(outs).index_select(0, self._inverse_T)
+
+    def _rows(self, inputs: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+        """Rows [R, L, ...] of each bucket, and the number of their first tokens whose outputs are not wanted."""
+        for length, index, skipped in self._buckets:
+            rows = ((x if index is None else x.index_select(0, index)) for x in inputs)
+            yield skipped, [x.reshape(-1, length, *x.shape[1:]) for x in rows]
 
 
 def _buckets_of_like_length(lengths: Sequence[int], shared: Sequence[int]) -> list[list[int]]:

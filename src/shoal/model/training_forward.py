@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from shoal.model import family
+from shoal.model.attention import Scores
 
 if TYPE_CHECKING:
     from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
@@ -105,14 +106,13 @@ class _Layer:
     out: JointLinear
     gate_up: JointLinear
     down: JointLinear
-    scaling: float
-    window: int | None
+    scores: Scores
 
 
 class JointLayout(Protocol):
     """Attention pattern of the T tokens of one forward."""
 
-    def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scaling: float, window: int | None) -> Tensor:
+    def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scores: Scores) -> Tensor:
         """Attends with queries, keys and values in one tensor of A = H + 2 K heads; the result is [T, H, D]."""
         ...
 
@@ -154,7 +154,7 @@ class TrainingForward:
         x_TW = _Embedded.apply(self._embedding_VW, token_T, self._dtype)  # type: ignore[no-untyped-call]
         for layer in self._layers:
             qkv_TAD = self._rotated(self._normed(x_TW, layer.norm_in_W, layer.qkv), layer, rotation_T1F)
-            out_TW = layout.attend_jointly(qkv_TAD, self._kv_heads, layer.scaling, layer.window).flatten(1)
+            out_TW = layout.attend_jointly(qkv_TAD, self._kv_heads, layer.scores).flatten(1)
             if layer is self._layers[-1]:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_U), out_TW.index_select(0, keep_U)
             x_TW = _linear(out_TW, layer.out, x_TW)
@@ -223,8 +223,7 @@ def _layer(layer: "Qwen3DecoderLayer", joint: Callable[[Sequence[nn.Linear]], Jo
         out=joint([attention.o_proj]),
         gate_up=joint([mlp.gate_proj, mlp.up_proj]),
         down=joint([mlp.down_proj]),
-        scaling=attention.scaling,
-        window=family.window_of(attention),
+        scores=family.scores_of(attention),
     )
 
 

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig
 
 from shoal.errors import ConfigError
+from shoal.model.attention import Scores
 from shoal.model.tensor_files import TensorFiles
 from shoal.trainer.ranks import Ranks
 
@@ -87,7 +88,7 @@ class _Attention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, **_: object) -> Tensor:
         """Queries [1, T, H, D], keys and values [1, T, K, D]."""
         scaling = query.shape[-1] ** -0.5 if scale is None else scale
-        return self.layout.attend(self._index, query[0], key[0], value[0], scaling, None)[None]  # type: ignore[no-any-return]
+        return self.layout.attend(self._index, query[0], key[0], value[0], Scores(scaling))[None]  # type: ignore[no-any-return]
 
 
 def _built(config: Any, files: TensorFiles, ranks: int, device: str) -> tuple[Any, dict[str, str]]:

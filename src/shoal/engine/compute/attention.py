@@ -1,4 +1,4 @@
-"""Attention of one step's tokens over the KV cache: the engine's `shoal.model.loading.Layout`."""
+"""Attention of one step's tokens over the KV cache: the engine's `shoal.model.mixers.Layout`."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shoal.engine.compute.kv_cache import Pool
-from shoal.model.attention import with_sinks
+from shoal.engine.compute.states import MixedRows
+from shoal.model.attention import Scores, by_definition
 
 MATRICES_BY_HAND = 16
 """Matrices of keys from which a decoding step in bfloat16 attends by two products on a CPU. With 32 rows of 96 tokens,
 3 matrices each, that takes 0.17 ms a layer, and torch's flash attention 0.41 ms; with 2 rows it takes longer."""
+ALL_SEEN = Scores(1.0)
 
 
 def _by_hand(k_SKCD: Tensor, longest: int) -> bool:
@@ -38,26 +40,17 @@ class DecodeRows:
         self._position_N = torch.tensor(positions, device=device)
         self._views: dict[int, tuple[Tensor, Tensor]] = {}  # K and V of [span, K, capacity, D] by layer
         self._row_by_heads: dict[int, Tensor] = {}  # flat row of each (token, head) in [S * K * capacity, D]
-        self._mask_by_window: dict[int | None, Tensor] = {}
+        self._mask_by_rule: dict[Scores, Tensor] = {}
 
     def advance(self) -> None:
         """Moves each row to the next token of its sequence."""
         self.longest += 1
         self._position_N += 1
-        self._mask_by_window.clear()
+        self._mask_by_rule.clear()
         for row_NK in self._row_by_heads.values():
             row_NK.add_(1)
 
-    def attend(
-        self,
-        layer: int,
-        query_NHD: Tensor,
-        key_NKD: Tensor,
-        value_NKD: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scores: Scores) -> Tensor:
         """Stores the new keys and values, then attends over each sequence: [N, H, D]."""
         views = self._views.get(layer)
         if views is None:
@@ -69,23 +62,23 @@ class DecodeRows:
         q_NKGD = query_NHD.view(self.count, key_NKD.shape[1], -1, query_NHD.shape[2])
         if not self._dense:
             q_NKGD = q_NKGD.new_zeros((self._span, *q_NKGD.shape[1:])).index_copy_(0, self._slot_N, q_NKGD)
-        if sinks_H is not None:
-            q_SHQD, seen = q_NKGD.flatten(1, 2)[:, :, None], self._mask(window, torch.float32, self.longest) == 0
+        if not scores.is_plain:
+            q_SHQD, seen = q_NKGD.flatten(1, 2)[:, :, None], self._mask(scores, torch.float32, self.longest) == 0
             k_SKLD, v_SKLD = (x.narrow(2, 0, self.longest) for x in views)
-            out_NKGD = with_sinks(q_SHQD, k_SKLD, v_SKLD, seen, scaling, sinks_H)
+            out_NKGD = by_definition(q_SHQD, k_SKLD, v_SKLD, seen, scores)
         elif _by_hand(k_SKCD, self.longest):
             # Storage that no token has written to is zero; its probability is too.
-            score_NKGC = torch.matmul(q_NKGD, k_SKCD.transpose(2, 3)).float().mul_(scaling)
-            p_NKGC = score_NKGC.add_(self._mask(window, torch.float32, k_SKCD.shape[2])).softmax(-1)
+            score_NKGC = torch.matmul(q_NKGD, k_SKCD.transpose(2, 3)).float().mul_(scores.scaling)
+            p_NKGC = score_NKGC.add_(self._mask(scores, torch.float32, k_SKCD.shape[2])).softmax(-1)
             out_NKGD = torch.matmul(p_NKGC.to(q_NKGD.dtype), v_SKCD)
         else:
-            free = self._uniform and self._dense and (window is None or window >= self.longest)
+            free = self._uniform and self._dense and scores.all_seen(self.longest)
             out_NKGD = F.scaled_dot_product_attention(
                 q_NKGD,
                 k_SKCD.narrow(2, 0, self.longest),
                 v_SKCD.narrow(2, 0, self.longest),
-                attn_mask=None if free else self._mask(window, query_NHD.dtype, self.longest),
-                scale=scaling,
+                attn_mask=None if free else self._mask(scores, query_NHD.dtype, self.longest),
+                scale=scores.scaling,
             )
         if not self._dense:
             out_NKGD = out_NKGD.index_select(0, self._slot_N)
@@ -97,21 +90,18 @@ class DecodeRows:
         else:
             store(stored_SKCD, new_NKD, self._slot_N, self._position_N, self._row_by_heads)
 
-    def _mask(self, window: int | None, dtype: torch.dtype, length: int) -> Tensor:
+    def _mask(self, scores: Scores, dtype: torch.dtype, length: int) -> Tensor:
         """Additive mask [S, 1, 1, length]: 0 on visible positions, -inf elsewhere."""
-        if window is not None and window >= self.longest:
-            window = None
-        if window not in self._mask_by_window:
+        rule = ALL_SEEN if scores.all_seen(self.longest) else scores.hides
+        if rule not in self._mask_by_rule:
             position_S = self._position_N
             if not self._dense:  # holes attend to their first token: a row without a visible token would be NaN
                 position_S = position_S.new_zeros(self._span).index_copy_(0, self._slot_N, position_S)
             at_L = torch.arange(length, device=position_S.device)
-            hidden_SL = at_L > position_S[:, None]
-            if window is not None:
-                hidden_SL |= at_L <= position_S[:, None] - window
+            hidden_SL = ~rule.seen(position_S[:, None], at_L)
             seen_SL = torch.zeros(hidden_SL.shape, dtype=dtype, device=position_S.device)
-            self._mask_by_window[window] = seen_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None, :]
-        return self._mask_by_window[window]
+            self._mask_by_rule[rule] = seen_SL.masked_fill_(hidden_SL, -torch.inf)[:, None, None, :]
+        return self._mask_by_rule[rule]
 
 
 class ChunkRows:
@@ -143,18 +133,9 @@ class ChunkRows:
             self._real = real_RL.flatten().nonzero()[:, 0]
             self._source = (real_RL.flatten().cumsum(0) - 1).clamp_(min=0)
         self._row_by_heads: dict[int, Tensor] = {}
-        self._mask_by_window: dict[int | None, Tensor] = {}
+        self._mask_by_rule: dict[Scores, Tensor] = {}
 
-    def attend(
-        self,
-        layer: int,
-        query_NHD: Tensor,
-        key_NKD: Tensor,
-        value_NKD: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scores: Scores) -> Tensor:
         """Stores the new keys and values, then attends to all earlier tokens: [N, H, D]."""
         k_SKCD, v_SKCD = self._pool.layer(layer, key_NKD, value_NKD)
         for stored_SKCD, new_NKD in ((k_SKCD, key_NKD), (v_SKCD, value_NKD)):
@@ -164,17 +145,17 @@ class ChunkRows:
             k_RKLD, v_RKLD = self._by_chunk(key_NKD), self._by_chunk(value_NKD)
         else:
             k_RKLD, v_RKLD = (x.narrow(2, 0, self._end).index_select(0, self._slot_R) for x in (k_SKCD, v_SKCD))
-        causal = self._from_zero and (window is None or window >= self._end)
-        if sinks_H is not None:
-            out_RHLD = with_sinks(q_RHLD, k_RKLD, v_RKLD, self._mask(window), scaling, sinks_H)
+        causal = self._from_zero and scores.all_seen(self._end)
+        if not scores.is_plain:
+            out_RHLD = by_definition(q_RHLD, k_RKLD, v_RKLD, self._mask(scores), scores)
         else:
             out_RHLD = F.scaled_dot_product_attention(
                 q_RHLD,
                 k_RKLD,
                 v_RKLD,
-                attn_mask=None if causal else self._mask(window),
+                attn_mask=None if causal else self._mask(scores),
                 is_causal=causal,
-                scale=scaling,
+                scale=scores.scaling,
                 enable_gqa=query_NHD.shape[1] != key_NKD.shape[1],
             )
         out_NHD = out_RHLD.transpose(1, 2).flatten(0, 1)
@@ -185,43 +166,35 @@ class ChunkRows:
         x = x_NHD if self._source is None else x_NHD.index_select(0, self._source)
         return x.view(self._chunks, self._padded, *x.shape[1:]).transpose(1, 2)
 
-    def _mask(self, window: int | None) -> Tensor:
+    def _mask(self, scores: Scores) -> Tensor:
         """Boolean mask [chunks, 1, padded, end]: true on visible positions."""
-        mask = self._mask_by_window.get(window)
+        rule = ALL_SEEN if scores.all_seen(self._end) else scores.hides
+        mask = self._mask_by_rule.get(rule)
         if mask is None:
             device = self._slot_R.device
             at_RL1 = (self._start_R[:, None] + torch.arange(self._padded, device=device))[:, :, None]
-            distance = at_RL1 - torch.arange(self._end, device=device)
             # Padding far behind may see no token; its output is dropped.
-            visible = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            mask = self._mask_by_window[window] = visible[:, None]
+            visible = rule.seen(at_RL1, torch.arange(self._end, device=device))
+            mask = self._mask_by_rule[rule] = visible[:, None]
         return mask
 
 
 class CachedRows:
     """Layout of one step: decoding rows first, pool by pool, then chunks."""
 
-    def __init__(self, parts: Sequence[DecodeRows | ChunkRows]) -> None:
+    def __init__(self, parts: Sequence[DecodeRows | ChunkRows], mixed: MixedRows) -> None:
         self._parts = parts
+        self.mix = mixed.mix
 
-    def attend(
-        self,
-        layer: int,
-        query_THD: Tensor,
-        key_TKD: Tensor,
-        value_TKD: Tensor,
-        scaling: float,
-        window: int | None,
-        sinks_H: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, layer: int, query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, scores: Scores) -> Tensor:
         """Attends with every part over its own rows: [T, H, D]."""
         if len(self._parts) == 1:
-            return self._parts[0].attend(layer, query_THD, key_TKD, value_TKD, scaling, window, sinks_H)
+            return self._parts[0].attend(layer, query_THD, key_TKD, value_TKD, scores)
         outs, start = [], 0
         for part in self._parts:
             end = start + part.count
             q, k, v = query_THD[start:end], key_TKD[start:end], value_TKD[start:end]
-            outs.append(part.attend(layer, q, k, v, scaling, window, sinks_H))
+            outs.append(part.attend(layer, q, k, v, scores))
             start = end
         return torch.cat(outs)
 

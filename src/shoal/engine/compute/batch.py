@@ -26,6 +26,7 @@ from shoal.engine.compute.kv_cache import KVCache
 from shoal.engine.compute.logit_rules import LEAST_SHARE, reported
 from shoal.engine.compute.request import Draft
 from shoal.engine.compute.scheduler import Chunk, StepPlan
+from shoal.engine.compute.states import MixedRows
 from shoal.types import Sampling
 
 if TYPE_CHECKING:
@@ -134,7 +135,10 @@ class StepBatch:
             DecodeRows(pool, [slot for _, slot, _ in members], [d.total - 1 for *_, d in members], device)
             for pool, members in ((pool, list(group)) for pool, group in groupby(placed, key=lambda p: p[0]))
         ]
-        self.layout = CachedRows([*self._decode, *(_chunk_rows(members, cache, device) for members in together)])
+        self.layout = CachedRows(
+            [*self._decode, *(_chunk_rows(members, cache, device) for members in together)],
+            MixedRows(cache.states, decoding, [(chunk.sequence, chunk.start, chunk.length) for chunk in chunks]),
+        )
         self.keep_K = torch.tensor(keep or [len(token_T) - 1], device=device) if chunks else None
         adapters_T = [draft.adapter for draft in decoding]
         for chunk in chunks:

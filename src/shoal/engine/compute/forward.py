@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 
 from shoal.engine.compute.adapters import AdaptedRows, Products
 from shoal.model import family
-from shoal.model.family import Layout
+from shoal.model.attention import Scores
+from shoal.model.mixers import Layout, mixers_of
 from shoal.model.product import Product
 
 if TYPE_CHECKING:  # the richest of the family stands for all of it
@@ -54,11 +55,12 @@ class ModuleForward:
     def __init__(self, model: PreTrainedModel) -> None:
         head = model.get_output_embeddings()
         self._model = model
-        # A list of experts reads rows other than the forward's.
+        # A list of experts, and a mixer, read rows other than the forward's.
+        others = (".experts.", *(f"{name}." for name in mixers_of(model)))
         self._linears = {
             name: one
             for name, one in model.named_modules()
-            if isinstance(one, nn.Linear) and one is not head and ".experts." not in name
+            if isinstance(one, nn.Linear) and one is not head and not any(other in f"{name}." for other in others)
         }
         self.products: Products = {name: ((name, one.out_features),) for name, one in self._linears.items()}
         self.adapted: AdaptedRows | None = None
@@ -97,8 +99,7 @@ class _Layer:
     out: Product
     gate_up: Product
     down: Product
-    scaling: float
-    window: int | None
+    scores: Scores
     names: tuple[str, ...]
     """Names of its products: queries, keys and values; output; gate and up; down."""
 
@@ -130,7 +131,7 @@ class DirectForward:
         x_TW = self._embedding_VW.index_select(0, token_T)
         for index, layer in enumerate(self._layers):
             q, k, v = self._attended(self._normed(x_TW, layer.norm_in_W), layer, rotation_T1F)
-            out_TW = layout.attend(index, q, k, v, layer.scaling, layer.window).flatten(1)
+            out_TW = layout.attend(index, q, k, v, layer.scores).flatten(1)
             kept = keep_K is not None and layer is self._layers[-1]
             if keep_K is not None and kept:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_K), out_TW.index_select(0, keep_K)
@@ -184,8 +185,7 @@ class DirectForward:
             out=Product(attention.o_proj.weight),
             gate_up=_joint(gate_up),
             down=Product(mlp.down_proj.weight),
-            scaling=attention.scaling,
-            window=family.window_of(attention),
+            scores=family.scores_of(attention),
             names=tuple(own),
         )
 

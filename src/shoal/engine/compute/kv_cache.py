@@ -12,6 +12,7 @@ share of the rest. Sequences that fit slot by slot therefore always have room, a
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -19,13 +20,34 @@ import torch
 from torch import Tensor
 
 from shoal.engine.compute.scheduler import SequenceState
+from shoal.engine.compute.states import OfSequence, States
 
 SMALLEST_CAPACITY = 32
 """Tokens. With widely varying lengths, 32 samples 23 % more tokens/s than 128 (128 rows, 5M parameters, one core),
 because attention pads to the longest row of a pool."""
 LayerKV: TypeAlias = tuple[Tensor, Tensor]
-StoredKV: TypeAlias = dict[int, LayerKV]
-"""K and V [K, L, D] by layer, copied out of their slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """KV and states of a sequence's first `length` tokens, copied out of its slot."""
+
+    length: int
+    layers: dict[int, LayerKV]
+    """K and V [K, L, D] by layer."""
+    states: OfSequence
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its tensors."""
+        kv_bytes = sum(k_KLD.nbytes + v_KLD.nbytes for k_KLD, v_KLD in self.layers.values())
+        return kv_bytes + sum(state.size_bytes for state in self.states.values())
+
+    def usable(self, length: int) -> int:
+        """Number of tokens that serve a sequence with the same first `length` tokens: states serve whole."""
+        return 0 if self.states and length < self.length else min(length, self.length)
+
+
 FEWEST_SLOTS = 4  # slots of a new pool, or fewer if they hold more than FEWEST_TOKENS; a power of two
 FEWEST_TOKENS = 4096
 SPARSE = 8  # slots per hole: holes are closed when they are more frequent
@@ -152,6 +174,7 @@ class KVCache:
         self.pools = [Pool(capacity) for capacity in capacities]
         self._budget = budget_tokens
         self._places: dict[int, tuple[Pool, int]] = {}  # by id of the sequence
+        self.states = States()
 
     def capacity(self, tokens: int) -> int:
         """Tokens of storage that a sequence of `tokens` tokens occupies."""
@@ -259,22 +282,25 @@ class KVCache:
 
     def release(self, sequence: SequenceState) -> None:
         """Frees a sequence's slot, if it has one."""
+        self.states.forget(sequence)
         place = self._places.pop(id(sequence), None)
         if place is not None:
             place[0].release(place[1], sequence.total)
 
     def clear(self, sequence: SequenceState) -> None:
         """Zeroes the KV of a sequence that computes it again, if it has a slot."""
+        self.states.forget(sequence)
         if (place := self._places.get(id(sequence))) is not None:
             place[0].clear(place[1], sequence.total)
 
     def copy_prefixes(self, copies: Iterable[tuple[SequenceState, SequenceState, int]]) -> None:
-        """Copies the KV of the first `length` tokens, for each (source, target, length).
+        """Copies the KV of the first `length` tokens, for each (source, target, length), and the states.
 
-        All sequences must be placed.
+        All sequences must be placed. A source with states has exactly `length` tokens.
         """
         together: dict[tuple[Pool, Pool, int], tuple[list[int], list[int]]] = {}
         for source, target, length in copies:
+            self.states.restore(self.states.exported(source), target)
             target_pool, target_slot = self._places[id(target)]
             source_pool, source_slot = self._places[id(source)]
             sources, targets = together.setdefault((source_pool, target_pool, length), ([], []))
@@ -283,22 +309,24 @@ class KVCache:
         for (source_pool, target_pool, length), (sources, targets) in together.items():
             source_pool.copy(sources, target_pool, targets, length)
 
-    def exported(self, sequence: SequenceState, length: int) -> StoredKV | None:
-        """Copy of the KV of a sequence's first `length` tokens; None when it has no slot."""
+    def exported(self, sequence: SequenceState, length: int) -> Stored | None:
+        """Copy of the KV of a sequence's first `length` tokens, and of its states; None when it has no slot."""
         if (place := self._places.get(id(sequence))) is None:
             return None
         pool, slot = place
-        return {
+        layers = {
             layer: (k[slot, :, :length].clone(), v[slot, :, :length].clone()) for layer, (k, v) in pool.layers.items()
         }
+        return Stored(length, layers, self.states.exported(sequence))
 
-    def restore(self, stored: StoredKV, sequence: SequenceState, length: int) -> None:
+    def restore(self, stored: Stored, sequence: SequenceState, length: int) -> None:
         """Writes the first `length` tokens of an exported copy into the slot of a placed sequence."""
         pool, slot = self.place(sequence)
-        for layer, (k_KLD, v_KLD) in stored.items():
+        for layer, (k_KLD, v_KLD) in stored.layers.items():
             k, v = pool.layer(layer, k_KLD.transpose(0, 1), v_KLD.transpose(0, 1))
             k[slot, :, :length] = k_KLD[:, :length]
             v[slot, :, :length] = v_KLD[:, :length]
+        self.states.restore(stored.states, sequence)
 
     def close_holes(self) -> None:
         """Moves the used slots of each pool to its front."""

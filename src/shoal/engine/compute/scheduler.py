@@ -116,7 +116,8 @@ class Scheduler(Generic[S]):
     """Admission, chunked prefill and pre-emption.
 
     `capacity(tokens)` is the storage that this many tokens occupy. `reuse(sequence)` returns how many of the sequence's
-    first tokens have KV that will be in place when the plan is computed; never all.
+    first tokens have KV that will be in place when the plan is computed; never all. Without `copies` no part of what a
+    sequence stored can be copied: siblings share a prompt that completes, and nothing else.
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Scheduler(Generic[S]):
         max_model_len: int,
         capacity: Callable[[int], int] = lambda tokens: tokens,
         reuse: Callable[[S], int] = lambda _: 0,
+        copies: bool = True,
         fair_every: int = 8,
     ) -> None:
         assert kv_budget_tokens >= capacity(max_model_len), "one sequence of full length must fit"
@@ -137,7 +139,7 @@ class Scheduler(Generic[S]):
         self._budget = kv_budget_tokens
         self._chunk_tokens = chunk_tokens
         self._capacity = capacity
-        self._reuse = reuse
+        self._reuse, self._copies = reuse, copies
         self._fair_every = fair_every
         self._scarce = max_running * capacity(max_model_len) > kv_budget_tokens
         self._spared = kv_budget_tokens // SPARED
@@ -256,7 +258,8 @@ class Scheduler(Generic[S]):
                 continue
             if sequence.cached == 0 and not sequence.whole:
                 source, length = self._source(sequence, stored)
-                if length < sequence.prompt_len and sequence.family in busy:
+                follows = self._copies or not sequence.sampled
+                if follows and length < sequence.prompt_len and sequence.family in busy:
                     continue
                 if source is not None and sequence.total > 1:
                     sequence.cached = min(sequence.prompt_len, sequence.total - 1, length)
@@ -264,7 +267,7 @@ class Scheduler(Generic[S]):
                     stored[id(sequence)] = 0  # all copies are made at once
                 elif budget > 0:
                     sequence.cached = self._reuse(sequence)
-            if sequence.total - sequence.cached == 1 and not sequence.whole:
+            if sequence.total - sequence.cached == 1 and not sequence.whole and (self._copies or sequence.cached):
                 sequence.decoding = True
                 continue
             busy.add(sequence.family)
@@ -278,7 +281,7 @@ class Scheduler(Generic[S]):
     def _source(self, sequence: S, stored: Mapping[int, int]) -> tuple[S | None, int]:
         """Sibling with the most tokens stored under the current weights, and their number; `stored` overrides it."""
         siblings = self._siblings[sequence.family]
-        if len(siblings) == 1:
+        if len(siblings) == 1 or not self._copies:
             return None, 0
         lengths = ((stored.get(id(s), s.kv_len), s) for s in siblings if s is not sequence and not s.stale)
         length, source = max(lengths, key=itemgetter(0), default=(0, None))

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from shoal.engine.compute.adapters import NamedAdapter
 from shoal.engine.compute.batch import StepBatch, sample
 from shoal.engine.compute.forward import forward_of
-from shoal.engine.compute.kv_cache import KVCache, StoredKV
+from shoal.engine.compute.kv_cache import KVCache, Stored
 from shoal.engine.compute.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.compute.prefixes import PrefixCache
 from shoal.engine.compute.request import Draft, Request, drafts_of
@@ -29,6 +29,7 @@ from shoal.engine.compute.scheduler import Scheduler
 from shoal.engine.compute.weight_loading import StagedWeights, WeightSlots
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.interfaces import EngineInfo
+from shoal.model.mixers import mixers_of
 from shoal.model.routing import Routing, routers_of
 from shoal.types import FinishReason
 
@@ -84,9 +85,10 @@ class StepEngine:
             max_model_len=limits.max_model_len,
             capacity=self._cache.capacity,
             reuse=self._reusable,
+            copies=not mixers_of(model),
         )
-        self._prefixes: PrefixCache[StoredKV] = PrefixCache(limits.prefix_cache_bytes)
-        self._found: dict[Draft, tuple[int, StoredKV]] = {}  # prefixes that the plan in the making reuses
+        self._prefixes: PrefixCache[Stored] = PrefixCache(limits.prefix_cache_bytes)
+        self._found: dict[Draft, tuple[int, Stored]] = {}  # prefixes that the plan in the making reuses
         self._requests: dict[int, Request] = {}
         self._ids = count()
         self._finished: list[Request] = []
@@ -348,13 +350,12 @@ class StepEngine:
             return
         stored = self._cache.exported(draft, draft.kv_len)
         if stored is not None:
-            size_bytes = sum(k_KLD.nbytes + v_KLD.nbytes for k_KLD, v_KLD in stored.values())
-            self._prefixes.keep((*draft.marked, *draft.tokens(0, draft.kv_len)), stored, size_bytes)
+            self._prefixes.keep((*draft.marked, *draft.tokens(0, draft.kv_len)), stored, stored.size_bytes)
 
     def _reusable(self, draft: Draft) -> int:
         """Number of first tokens whose KV an ended sequence left, under the served weights."""
         found = self._prefixes.longest((*draft.marked, *draft.tokens(0, draft.total - 1)))
-        length = 0 if found is None else found[0] - len(draft.marked)
+        length = 0 if found is None else found[1].usable(found[0] - len(draft.marked))
         if found is None or length < SHORTEST_PREFIX:
             return 0
         self._found[draft] = length, found[1]
