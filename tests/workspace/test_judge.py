@@ -10,7 +10,7 @@ from shoal.errors import SandboxUnavailable, TaskError
 from shoal.sandbox.program import ProgramLimits
 from shoal.workspace.fork import ForkKind, fork, fork_kind
 from shoal.workspace.judge import HiddenTests, Verdict, judge
-from shoal.workspace.reports import ReportKind, TestStatus, results
+from shoal.workspace.reports import MOST_TAGS, ReportKind, TestStatus, results
 from shoal.workspace.tree import Tree
 
 pytest_plugins = ("small_workspaces",)
@@ -183,3 +183,9 @@ def test_an_exit_code_decides_where_a_command_has_no_report(tree: Tree) -> None:
     )
     assert verdict(tree, script, ()).reward == 0.0
     assert verdict(tree, script, (), "echo plus >> sums.py").reward == 1.0
+
+
+def test_a_report_of_more_tags_than_tests_could_need_is_not_read() -> None:
+    case = b'<testcase file="a.py" name="test"/>'
+    assert results(ReportKind.JUNIT, b"<a>" + case * MOST_TAGS + b"</a>", "", 0) == {}
+    assert results(ReportKind.JUNIT, b"<a>" + case * 1000 + b"</a>", "", 0) == {"a.py::test": TestStatus.PASSED}

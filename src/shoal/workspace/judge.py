@@ -5,6 +5,7 @@ with the tree's own files at the restored paths, so what an agent left at these 
 its temporary files are not there either.
 """
 
+import asyncio
 import os
 import secrets
 import shutil
@@ -26,7 +27,7 @@ STEERING = (
     *("usercustomize.py", "pytest.py", "_pytest", "unittest", "unittest.py", "pluggy"),
 )
 """Paths that decide how tests run; they are restored for every verdict."""
-MOST_REPORT_BYTES = 64 << 20
+MOST_REPORT_BYTES = 16 << 20
 _LOG_CHARACTERS = 4000
 _REPORT = f"{HOME[1:]}/report.xml"
 _OPAQUE = "user.overlay.opaque"
@@ -88,7 +89,7 @@ async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
         except OSError as error:  # no space, no memory, no descriptor
             raise SandboxUnavailable(f"no verdict could be reached: {error}") from error
     output = (finished.stdout + b"\n" + finished.stderr).decode(errors="replace")
-    found = dict(results(tests.kind, report, output, finished.exit_code))
+    found = dict(await asyncio.to_thread(results, tests.kind, report, output, finished.exit_code))
     own = [name for name in found if canary in name]
     is_forged = bool(found) and _has_canary(tests) and [found.pop(name) for name in own] != [TestStatus.FAILED]
     return _verdict(tests, found, finished, output, is_forged=is_forged)
