@@ -17,7 +17,7 @@ from torch import Tensor
 from experiments.grid import Record
 from experiments.sapo_stacked.nodes import END, MOST_ANSWER, PAD, Nodes, Shape, questions_tensor, text_of, token_ids
 from experiments.sapo_stacked.questions import Question, lesson
-from shoal.swarm.strategy.choice import Candidate, differ, uniform
+from shoal.swarm.strategy.choice import LIKELY, Candidate, differ, uniform
 from shoal.trainer.advantage import advantages
 from shoal.types import seed_for
 
@@ -38,15 +38,15 @@ class Cell:
     shuffled: bool = False
     """Peers' answers are trained as answers to another peer's question, with the rewards of their own."""
     negatives: str = "keep"
-    """`drop` leaves out peers' answers that came out worse than their group."""
+    """`drop` leaves out peers' answers that came out worse than their group; `likely` also weighs peers' tokens."""
 
     @classmethod
     def of(cls, name: str) -> "Cell":
-        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-shuffled or 4/4-drop."""
+        """Of a name such as 6/2, 8/0-dynamic, 4/4-same, 4/4-shuffled, 4/4-drop or 4/4-likely."""
         counts, _, variant = name.partition("-")
         own, external = map(int, counts.split("/"))
         named = {one: True for one in ("dynamic", "same", "shuffled") if one == variant}
-        return cls(own, external, **named, negatives="drop" if variant == "drop" else "keep")
+        return cls(own, external, **named, negatives=variant if variant in ("drop", "likely") else "keep")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Run:
             self.nodes, [self._questions(rng, count) for rng in self._rngs], self.scale.each, self.generator
         )
         trained, external = chosen(cell, drawn, self._taking)
-        learn(self.nodes, trained, self.scale.lr)
+        learn(self.nodes, trained, self.scale.lr, LIKELY if cell.negatives == "likely" else 0.0)
         means = [fmean(fmean(one.rewards) for one in groups[: cell.own]) for groups in drawn]
         return means, cell.own, external / self.scale.nodes
 
@@ -172,27 +172,34 @@ def chosen(cell: Cell, drawn: list[list[Group]], rng: random.Random) -> tuple[li
             questions = [one.question for one in picked]
             rng.shuffle(questions)
             picked = [replace(one, question=other) for one, other in zip(picked, questions, strict=True)]
-        drop = cell.negatives == "drop"
+        drop = cell.negatives != "keep"
         result.append([(one, False) for one in own] + [(one, drop) for one in picked])
     return result, external
 
 
-def learn(nodes: Nodes, trained: list[list[tuple[Group, bool]]], lr: float) -> None:
-    """One update per node: the token mean of -A log pi over its groups; groups without advantage only count."""
+def learn(nodes: Nodes, trained: list[list[tuple[Group, bool]]], lr: float, likely: float = 0.0) -> None:
+    """One update per node: the token mean of -A log pi over its groups; groups without advantage only count.
+
+    With `likely`, tokens of peers' groups weigh min(1, p / likely).
+    """
     tokens = [max(sum(int((group.answers != PAD).sum()) for group, _ in groups), 1) for groups in trained]
     useful = [[(group, drop) for group, drop in groups if differ(group.rewards)] for groups in trained]
     most = max(len(groups) for groups in useful)
     if not most:
         return
     each = next(len(one.rewards) for groups in useful for one, _ in groups)
-    asked, answers, advantage = [], [], []
+    asked, answers, advantage, dropped = [], [], [], []
     for groups in useful:
         blank = most - len(groups)
         asked.append(questions_tensor([group.question.text for group, _ in groups] + [""] * blank))
         answers.append(torch.cat([*(one.answers for one, _ in groups), torch.full((blank * each, MOST_ANSWER), PAD)]))
         scores = [a if a > 0 or not drop else 0.0 for one, drop in groups for a in advantages(one.rewards, "grpo")]
         advantage.append(torch.tensor(scores + [0.0] * (blank * each)))
+        dropped.append(torch.tensor([drop for _, drop in groups for _ in range(each)] + [False] * (blank * each)))
     logp, _ = nodes.logprobs(torch.stack(asked), torch.stack(answers))
+    if likely:
+        weight = torch.where(torch.stack(dropped)[..., None], (logp.detach().exp() / likely).clamp(max=1.0), 1.0)
+        logp = logp * weight
     loss_N = -(logp.sum(-1) * torch.stack(advantage)).sum(-1) / torch.tensor(tokens)
     nodes.update(loss_N, lr, torch.tensor([float(bool(groups)) for groups in useful]))
 

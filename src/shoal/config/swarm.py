@@ -31,7 +31,7 @@ class SwarmConfig(Section):
         "15 % at most) or module:function.",
     )
     credit: Credit = Field(
-        "group_drop",
+        "group_likely",
         description="Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); with `group_likely` "
         "tokens that the node finds unlikely also weigh less.",
     )
