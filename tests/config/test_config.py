@@ -134,7 +134,7 @@ def test_every_section_says_what_it_is_about() -> None:
         (
             'train={advantage = "batch", kl = {coefficient = 0.1, where = "reward"}}',
             "swarm.credit: expected 'group' with train.advantage = 'batch', whose advantages come after the KL "
-            "penalty, got 'group_drop'",
+            "penalty, got 'group_likely'",
         ),
         (
             'train={advantage = "batch", dynamic_sampling = true}',
