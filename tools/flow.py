@@ -82,7 +82,7 @@ run.loop:TrainLoop.run
                 trainer.packing:micro_batch
               trainer.trainer:Trainer.accumulate
                 trainer.trainer:Trainer._outputs
-                  model.packed:packed_outputs
+                  model.packed:pass_outputs
                 trainer.loss:token_loss
               trainer.optim:Optimizer.update
 """

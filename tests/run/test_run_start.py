@@ -17,10 +17,11 @@ import pytest
 from shoal.config import Config, load, parse
 from shoal.errors import ConfigError, RunDirError, SandboxUnavailable
 from shoal.experience.buffer import Buffer
+from shoal.model.file_sizes import shapes_of
 from shoal.net.listening import listening_socket, url_of
 from shoal.observe.metrics import Record
 from shoal.run.commands.plan import check_urls, plan
-from shoal.run.machine.memory import check_fits, kept_bytes
+from shoal.run.machine.memory import check_fits, trainer_mesh
 from shoal.run.prepare import check_scores, check_start, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
@@ -111,32 +112,22 @@ def test_a_resume_can_be_tried_dry_where_a_new_run_is_refused(tmp_path: Path, ti
 def test_a_plan_counts_what_the_trainer_keeps_for_adapters_in_place_of_all_weights(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Gradient and moments take 12 bytes of each trained number; adapters lie beside all weights, 4 bytes a number."""
+    """Weight, gradient and moments take 16 bytes of each trained number; others 4."""
     whole, adapted = (planned(tmp_path, tiny_model_dir, f"train.lora.rank={rank}") for rank in (0, 1000))
     numbers = 1000 * 2 * (32 + 32 + 2 * (32 + 16) + 32 + 32 + 3 * (32 + 64))  # of the 7 matrices of each of 2 layers
     parameters = int(str(whole["parameters"]))
-    before, after = (parts_mb(of)["trainer"] for of in (whole, adapted))
-    assert after["gradient_and_moments"] == pytest.approx(12 * numbers / 1e6, abs=0.11)
-    assert before["gradient_and_moments"] == pytest.approx(12 * parameters / 1e6, abs=0.11)
-    assert after["weights"] - before["weights"] == pytest.approx(4 * numbers / 1e6, abs=0.11)
+    assert whole["trainer_memory_mb"] == pytest.approx(16 * parameters / 1e6, abs=0.11)
+    assert adapted["trainer_memory_mb"] == pytest.approx((16 * numbers + 4 * parameters) / 1e6, abs=0.11)
 
 
 def test_a_model_whose_training_exceeds_the_machine_s_memory_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = parse({"run_dir": str(tmp_path / "run"), "tasks": [{"name": "gcd"}]})
-    kept = kept_bytes(config, tiny_model_dir, 64)
-    needed = sum(kept["trainer"].values())
-    check_fits(config, kept, needed)
+    needed = int(trainer_mesh(config, shapes_of(tiny_model_dir), 0).state_bytes)
+    check_fits(config, tiny_model_dir, needed)
     with pytest.raises(
         ConfigError, match=r"model\.path: expected a model whose training fits .* Set train\.lora\.rank"
     ):
-        check_fits(config, kept, needed - 1)
-
-
-def parts_mb(planned: dict[str, object]) -> dict[str, dict[str, float]]:
-    """Megabytes of a plan by process and part."""
-    parts = planned["memory_mb"]
-    assert isinstance(parts, dict)
-    return parts
+        check_fits(config, tiny_model_dir, needed - 1)
 
 
 def test_a_port_of_metrics_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> None:

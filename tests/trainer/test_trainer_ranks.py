@@ -33,6 +33,8 @@ SHARDED = {
     "small micro-batches": {"tokens_per_microbatch": 16, "reset_optimizer_at_push": True},
     "regularised": {"kl": {"coefficient": 0.1}, "entropy_bonus": 0.01},
     "adapters": {"lora": {"rank": 2, "alpha": 4.0}},
+    "bfloat16": {"lr": 1e-3},
+    "adapters on bfloat16": {"lr": 1e-3, "lora": {"rank": 2, "alpha": 4.0}},
 }
 REPLICATED = {"several updates": {}, "experts apart": {"experts": "parallel", "minibatches": 2, "lr": 1e-3}}
 
@@ -48,7 +50,8 @@ def sharded(model_dir: Path, name: str, ranks: Ranks) -> Trainer:
     # Ranks that offload their moments take the steps of one rank that does not.
     offload = "optimizer" if ranks.count > 1 and name == "several updates" else "none"
     config = TrainConfig.model_validate({"lr": 1e-2, "offload": offload, **{**REPLICATED, **SHARDED}[name]})
-    model = ModelConfig(device="cpu", gradient_checkpointing=name == "regularised")
+    dtype = "bfloat16" if "bfloat16" in name else "float32"
+    model = ModelConfig(device="cpu", dtype=dtype, gradient_checkpointing=name == "regularised")
     return Trainer(model_dir, model, config, ranks=ranks)
 
 
@@ -119,15 +122,16 @@ def test_the_gradients_of_two_ranks_add_up_to_that_of_one(tiny_model_dir: Path, 
 def test_two_ranks_train_publish_and_save_what_one_does(
     tiny_model_dir: Path, tmp_path: Path, results: Path, name: str
 ) -> None:
+    rel = {"bfloat16": 4e-2, "adapters on bfloat16": 8e-2}.get(name, 2e-3)  # below adapters weights are rounded, too
     wanted = course(sharded(tiny_model_dir, name, Ranks()), tmp_path)
     found = wire.decode((results / name / "stats").read_bytes(), list[dict[str, object]], 1 << 20)
     for ours, theirs in zip(found, wanted, strict=True):
         for field, value in ours.items():
             expected = getattr(theirs, field)
-            assert value == (None if expected is None else pytest.approx(expected, rel=2e-3, abs=1e-4)), field
+            assert value == (None if expected is None else pytest.approx(expected, rel=rel, abs=rel / 20)), field
     for path in sorted(tmp_path.rglob("*.safetensors")):
         one, two = load_file(path), load_file(results / name / path.relative_to(tmp_path))
-        torch.testing.assert_close(two, one, rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(two, one, rtol=rel, atol=rel / 10)
 
 
 @pytest.mark.parametrize("name", SHARDED)
@@ -202,7 +206,7 @@ def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
 def replica(rank: int, models: dict[str, Path], out: Path, master: str) -> None:
     """One of four ranks on two hosts, which have a copy of the weights each; rank 0 writes what came of it."""
     torch.set_num_threads(1)
-    ranks = Ranks(rank, 4, per_host=2, shared_disk=True)
+    ranks = Ranks(rank, 4, per_copy=2, shared_disk=True)
     ranks.meet(master, "cpu")
     for name, model_dir in models.items():
         stats = course(sharded(model_dir, name, ranks), out / name)

@@ -100,6 +100,7 @@ def train(
     ],
     resume: Annotated[bool, typer.Option("--resume", help="Go on where the run directory's log ends.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Validate, print the plan and stop.")] = False,
+    gpu: Annotated[str, typer.Option(help="GPU of a dry run, such as h200; the machine's own when unset.")] = "",
     view: ViewFlag = False,
     json_: JsonFlag = False,
 ) -> None:
@@ -108,16 +109,15 @@ def train(
 
     if resume and config.suffix != ".toml" and not config.is_file():
         run = existing_run(str(config))
-        settings = load(run / "resolved.toml", [f"run_dir={json.dumps(str(run))}", *context.obj])
-    else:
-        settings = load(config, context.obj)
+        config, context.obj = run / "resolved.toml", [f"run_dir={json.dumps(str(run))}", *context.obj]
+    settings = load(config, context.obj)
     if remote := [task.name for task in settings.tasks if task.service == "remote"]:
         at = "http://{}:{}".format(*settings.services_at or ())
         print(f"waiting for: shoal task serve MODULE:TASK --orchestrator {at}  ({', '.join(remote)})", file=sys.stderr)
     if dry_run:
         from shoal.run.commands.plan import plan
 
-        show(plan(settings, resume=resume), json_)
+        show(plan(settings, resume=resume, gpu=gpu), json_)
         return
     if settings.stages:
         from shoal.run.commands.stages import run_stages

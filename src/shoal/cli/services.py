@@ -57,13 +57,15 @@ def join_trainer(
     """Train for a run as one of its ranks, until stopped.
 
     SHOAL_RUN_TOKEN is the run's token. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of a launcher number the ranks,
-    and LOCAL_RANK the GPU; without them the run does.
+    and LOCAL_RANK or SLURM_LOCALID the GPU; without them the run does.
     """
     from shoal.cluster.rank_role import RankHost
     from shoal.net.client import TOKEN_VARIABLE
+    from shoal.run.machine.devices import gpu_bytes, gpus_present, launched_gpu, visible_gpus
 
-    token, gpu = os.environ.get(TOKEN_VARIABLE, ""), os.environ.get("LOCAL_RANK", "")
-    role = RankHost(run_url.rstrip("/"), token, folder.absolute(), host, threads, gpu)
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    gpu = launched_gpu(os.environ, visible_gpus(os.environ, gpus_present()))
+    role = RankHost(run_url.rstrip("/"), token, folder.absolute(), host, threads, gpu, gpu_bytes())
     until_stopped(role.run(partial(print, flush=True)))
 
 

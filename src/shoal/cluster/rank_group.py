@@ -6,7 +6,7 @@ run goes on from its log, with the next group that is complete.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,12 +62,18 @@ class RemoteRank:
 class RankGroup:
     """The ranks of a trainer that train together."""
 
-    def __init__(self, count: int, per_host: int | None = None) -> None:
-        """`per_host` ranks of each host shard the weights among them; None shards over all ranks."""
-        self._count, self._per_host = count, per_host
+    def __init__(self, count: int, per_copy: Callable[[int], int | None] = lambda gpu_bytes: None) -> None:
+        """`per_copy` gives the number of ranks that share one copy of the weights, None for all, by the memory of the
+        smallest GPU."""
+        self._count, self._per_copy = count, per_copy
         self._members: dict[str, tuple[RankRole, LeasedWorker]] = {}
         self._full = asyncio.Event()
         self._started = False
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Memory of the smallest GPU of the ranks; 0 if one of them has none."""
+        return min((role.gpu_bytes for role, _ in self._members.values()), default=0)
 
     @asynccontextmanager
     async def _joined(self, role: RankRole, worker: LeasedWorker) -> AsyncIterator[None]:
@@ -100,7 +106,8 @@ class RankGroup:
                 first = self._members[order[0]][0]
                 workers = [self._members[name][1] for name in order]
                 master = f"{first.address}:{first.port}"
-                words = [Gathered(index, self._count, self._per_host, master) for index in range(self._count)]
+                per_copy = self._per_copy(self.gpu_bytes)
+                words = [Gathered(index, self._count, per_copy, master) for index in range(self._count)]
                 await asyncio.gather(*map(_started, workers, words))  # its first error, not a group of errors
                 yield [RemoteRank(worker, shelf) for worker in workers]
         finally:

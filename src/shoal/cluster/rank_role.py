@@ -56,6 +56,7 @@ class RankHost:
     """Address at which other ranks reach this one; the one by which this host reaches the run when empty."""
     threads: int = 0
     gpu: str = ""
+    gpu_bytes: int = 0
 
     async def run(self, announce: Callable[[str], None]) -> None:
         """Works until it is cancelled, in one rank group after another. Raises a `ShoalError`."""
@@ -82,7 +83,7 @@ class RankHost:
         if given.get("RANK") == "0" and "MASTER_ADDR" in given:
             address, port = given["MASTER_ADDR"], int(given.get("MASTER_PORT", "0"))
         rank, ranks = (int(given[name]) if name in given else None for name in ("RANK", "WORLD_SIZE"))
-        return RankRole(address, port or free_port(own_address(self.url)), rank, ranks)
+        return RankRole(address, port or free_port(own_address(self.url)), rank, ranks, self.gpu_bytes)
 
 
 class _Link:
@@ -121,8 +122,8 @@ class _Link:
 
     def _child(self, word: Gathered) -> Child:
         where = [f"--rank={word.rank}", f"--ranks={word.ranks}", f"--master={word.master}"]
-        if word.per_host is not None:
-            where.append(f"--ranks-per-host={word.per_host}")
+        if word.per_copy is not None:
+            where.append(f"--ranks-per-copy={word.per_copy}")
         gpus = [self._host.gpu] if self._host.gpu else []
         environment = torch_environment(self._host.threads or cores(), gpus, gathers=word.ranks > 1)
         log = self._host.folder / f"trainer-{word.rank}.log"

@@ -63,6 +63,8 @@ class RankRole(RunRole, frozen=True, tag="trainer", forbid_unknown_fields=True):
     """Number that a launcher gave it; the run numbers ranks without one."""
     ranks: Annotated[int, msgspec.Meta(ge=1)] | None = None
     """Number of all ranks that a launcher started."""
+    gpu_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """Memory of its GPU; 0 on a CPU."""
 
 
 class Gathered(msgspec.Struct, frozen=True):
@@ -70,7 +72,8 @@ class Gathered(msgspec.Struct, frozen=True):
 
     rank: int
     ranks: int
-    per_host: int | None
+    per_copy: int | None
+    """Ranks that share one copy of the weights; None for all."""
     master: str
     """HOST:PORT of the first rank."""
 

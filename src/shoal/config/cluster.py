@@ -12,18 +12,13 @@ from shoal.config.training import TrainConfig
 class TrainerPlaces(Section):
     """Hosts of the trainer's ranks."""
 
-    hosts: int = Field(1, ge=1, le=1024, description="Hosts; each has a copy of the weights.")
+    hosts: int = Field(1, ge=1, le=1024, description="Hosts of the ranks.")
     gpus: int = Field(0, ge=0, le=64, description="Ranks of each host, one to a GPU; 0 is one rank on the CPU.")
 
     @property
     def ranks(self) -> int:
         """Number of ranks in all."""
         return self.hosts * max(self.gpus, 1)
-
-    @property
-    def per_host(self) -> int | None:
-        """Ranks that shard the weights of a host; None when all ranks do."""
-        return self.gpus if self.hosts > 1 and self.gpus > 1 else None
 
 
 class EnginePlaces(Section):
@@ -57,8 +52,11 @@ class ClusterConfig(Section):
         """Complaints about roles that could not join or would not be started; `workers` score on the run's host."""
         if self.trainer is not None and not self.listen:
             yield "cluster.trainer: expected cluster.listen too, where ranks join, got none"
-        if self.trainer is not None and train.ranks not in (1, self.trainer.ranks):
-            yield f"train.ranks: expected {self.trainer.ranks}, as cluster.trainer has it, got {train.ranks}"
+        if self.trainer is not None and self.trainer.ranks % train.ranks:
+            yield (
+                f"train.ranks: expected the ranks of one copy of the weights, which divide the {self.trainer.ranks} of "
+                f"cluster.trainer, got {train.ranks}"
+            )
         if self.trainer is not None and train.teacher_model is not None:
             yield "train.teacher: expected a URL or none with cluster.trainer, whose hosts get the trained model only"
         if (self.engines is not None or self.rewards > 0) and not self.address:

@@ -259,7 +259,7 @@ class TrainerPlacesSettings(TypedDict, total=False):
     """Hosts of the trainer's ranks."""
 
     hosts: int
-    """Hosts; each has a copy of the weights."""
+    """Hosts of the ranks."""
     gpus: int
     """Ranks of each host, one to a GPU; 0 is one rank on the CPU."""
 

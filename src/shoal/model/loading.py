@@ -186,7 +186,7 @@ def checkpoint_layers(model: PreTrainedModel, kind: Checkpointing) -> None:
     """
     if not kind:
         return
-    options: dict[str, object] = {"use_reentrant": False}
+    options: dict[str, object] = {"use_reentrant": False, "preserve_rng_state": False}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, list(KEPT_OPERATIONS))
     # Before transformers 5.23 only the older name exists; since then it warns.
@@ -198,17 +198,17 @@ def checkpoint_layers(model: PreTrainedModel, kind: Checkpointing) -> None:
             module.training = True
 
 
-def empty_model(path: Path | str, *, few_tokens: int | None = None) -> PreTrainedModel:
-    """Causal LM in evaluation mode whose float32 parameters have shapes but no memory; buffers are real.
+def empty_model(
+    path: Path | str, dtype: torch.dtype = torch.float32, *, few_tokens: int | None = None
+) -> PreTrainedModel:
+    """Causal LM in evaluation mode whose parameters have shapes but no memory; buffers are real.
 
     With `few_tokens` its vocabulary is so many random tokens, which take memory. Raises `ModelError`.
     """
     with _loading(path), _without_memory():
         config = AutoConfig.from_pretrained(path)
         refuse_unsupported(config)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=ATTENTION
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     Forwards(model)
     if few_tokens is not None:
         embedding, head = model.get_input_embeddings(), model.get_output_embeddings()

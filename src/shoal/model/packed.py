@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -140,6 +141,87 @@ def packed_logprobs(
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPass:
+    """Rows of one forward pass: M nodes of their prefix tree, U of which predict N tokens.
+
+    All of it is made before the pass, because a number that the host reads from a GPU stops both.
+    """
+
+    token_M: Tensor
+    position_M: Tensor
+    layout: PackedRows
+    keep_U: Tensor
+    """Nodes that predict."""
+    chunks: tuple[tuple[slice, Tensor, Tensor], ...]
+    """Nodes of each chunk of the head, as a part of U; which of them predicts each token, and these tokens."""
+    back_N: Tensor | None
+    """Order in which the chunks' tokens are wanted; None for theirs."""
+    head_N: Tensor
+    """Which of the U nodes predicts each token, in the wanted order."""
+    node_T: Tensor
+    """Node of each token of the rows laid end to end; M for the last one of a row."""
+
+
+def packed_pass(
+    tree: PrefixTree,
+    predicting: Sequence[int],
+    tokens: Sequence[int],
+    device: torch.device | str,
+    *,
+    chunk: int,
+    few_positions: int = FEW_POSITIONS,
+) -> PackedPass:
+    """Pass over a tree whose nodes `predicting` [N] predict `tokens` [N]; the head takes `chunk` nodes at a time."""
+    # One node may predict several tokens, such as the first tokens of all answers to a prompt.
+    keep_U, head_N = np.unique(np.asarray(predicting, dtype=np.int64), return_inverse=True)
+    order_N = np.argsort(head_N, kind="stable") if len(keep_U) > chunk else np.arange(len(head_N))
+    starts = range(0, len(keep_U), chunk)
+    cuts = [*np.searchsorted(head_N[order_N], starts), len(head_N)] if len(keep_U) > chunk else [0, len(head_N)]
+    token_N = np.asarray(tokens, dtype=np.int64)[order_N]
+    node_T = np.asarray(tree.node_of, dtype=np.int64)
+
+    def there(numbers: object) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
+
+    chunks = [
+        (slice(start, start + chunk), there(head_N[order_N[first:end]] - start), there(token_N[first:end]))
+        for start, first, end in zip(starts, cuts[:-1], cuts[1:], strict=True)
+    ]
+    return PackedPass(
+        there(tree.tokens),
+        there(tree.positions),
+        PackedRows(tree, device, few_positions),
+        there(keep_U),
+        tuple(chunks),
+        there(np.argsort(order_N)) if len(keep_U) > chunk else None,
+        there(head_N),
+        there(np.where(node_T < 0, len(tree.tokens), node_T)),
+    )
+
+
+def trained_pass(
+    rows: Sequence[Sequence[int]],
+    at: Sequence[int],
+    model: Forward,
+    *,
+    most_logits: int = MOST_LOGITS,
+    few_positions: int = FEW_POSITIONS,
+) -> PackedPass | None:
+    """Pass over rows laid end to end, for the tokens at the positions `at`; None without any.
+
+    At most `most_logits` logits of the model are kept at a time.
+    """
+    if not len(at):
+        return None
+    tree = prefix_tree(rows)
+    tokens = [token for row in rows for token in row]
+    chunk = max(1, most_logits // _modules(model).get_input_embeddings().num_embeddings)
+    predicting, wanted = [tree.node_of[i - 1] for i in at], [tokens[i] for i in at]
+    device = _modules(model).device
+    return packed_pass(tree, predicting, wanted, device, chunk=chunk, few_positions=few_positions)
+
+
+@dataclass(frozen=True, slots=True)
 class TokenOutputs:
     """Outputs of the model for N tokens, float32."""
 
@@ -172,57 +254,58 @@ def packed_outputs(
     [U, 1]. A model with a `Routing` uses the stored experts `routing_TB` of the tokens, or its own choice without. At
     most `most_logits` logits are kept at a time.
     """
-    device = tokens_T.device
-    if not len(at):
-        nothing = torch.zeros(0, device=device)
-        return TokenOutputs(nothing, None if entropy is None else nothing, None if value_head is None else nothing)
     tokens: list[int] = tokens_T.tolist()
-    ends = list(accumulate(lengths))
-    tree = prefix_tree([tokens[end - length : end] for end, length in zip(ends, lengths, strict=True)])
-    node_T = torch.tensor(tree.node_of, device=device)
-    # One node may predict several tokens, such as the first tokens of all answers to a prompt.
-    heads_U, head_N = torch.unique(node_T[at - 1], return_inverse=True)
-    if isinstance(model, PreTrainedModel) and (routing := routing_of(model)) is not None:
-        routing.given_TE = None if routing_TB is None else _of_nodes(routing.read(routing_TB), node_T, len(tree.tokens))
-    hidden_UD, head = _hidden(model, tree, heads_U, few_positions)
-    logp_N, entropy_N = _head_outputs(
-        model.model if isinstance(model, TrainingForward) else model,
-        head,
-        hidden_UD,
-        head_N,
-        tokens_T[at],
-        temperature=temperature,
-        entropy=entropy,
-        most_logits=most_logits,
+    rows = [tokens[end - length : end] for end, length in zip(accumulate(lengths), lengths, strict=True)]
+    made = trained_pass(rows, at.tolist(), model, most_logits=most_logits, few_positions=few_positions)
+    return pass_outputs(
+        model, made, temperature=temperature, entropy=entropy, value_head=value_head, routing_TB=routing_TB
     )
-    value_N = None if value_head is None else value_head(hidden_UD.float()).float()[head_N, 0]
+
+
+def pass_outputs(
+    model: Forward,
+    made: PackedPass | None,
+    *,
+    temperature: float = 1.0,
+    entropy: Literal["value", "gradient"] | None = None,
+    value_head: nn.Module | None = None,
+    routing_TB: Tensor | None = None,
+) -> TokenOutputs:
+    """Outputs as `packed_outputs` gives them, of a pass that was made before."""
+    if made is None:
+        nothing = torch.zeros(0, device=_modules(model).device)
+        return TokenOutputs(nothing, None if entropy is None else nothing, None if value_head is None else nothing)
+    if isinstance(model, PreTrainedModel) and (routing := routing_of(model)) is not None:
+        routing.given_TE = None if routing_TB is None else _of_nodes(routing.read(routing_TB), made)
+    hidden_UD, head = _hidden(model, made)
+    logp_N, entropy_N = _head_outputs(_modules(model), head, hidden_UD, made, temperature=temperature, entropy=entropy)
+    value_N = None if value_head is None else value_head(hidden_UD.float()).float()[made.head_N, 0]
     return TokenOutputs(logp_N, entropy_N, value_N)
 
 
-def _of_nodes(routing_TE: Tensor, node_T: Tensor, nodes: int) -> Tensor:
+def _modules(model: Forward) -> PreTrainedModel:
+    return model.model if isinstance(model, TrainingForward) else model
+
+
+def _of_nodes(routing_TE: Tensor, made: PackedPass) -> Tensor:
     """Experts of each node of the tree; rows that share tokens have them from one computation."""
-    routing_UE = routing_TE.new_full((nodes, routing_TE.shape[1]), -1)
-    known_T = (routing_TE >= 0).all(-1) & (node_T >= 0)
-    routing_UE[node_T[known_T]] = routing_TE[known_T]
-    return routing_UE
+    nodes = len(made.token_M)
+    node_T = torch.where((routing_TE >= 0).all(-1), made.node_T, nodes)  # one more row takes those without a node
+    routing_UE = routing_TE.new_full((nodes + 1, routing_TE.shape[1]), -1)
+    return routing_UE.index_copy_(0, node_T, routing_TE)[:nodes]
 
 
-def _hidden(
-    model: Forward, tree: PrefixTree, keep_U: Tensor, few_positions: int = FEW_POSITIONS
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+def _hidden(model: Forward, made: PackedPass) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Inputs [U, D] of the language-model head at the kept nodes, and the head."""
-    layout = PackedRows(tree, keep_U.device, few_positions)
-    token_M = torch.tensor(tree.tokens, device=keep_U.device)
-    position_M = torch.tensor(tree.positions, device=keep_U.device)
     if isinstance(model, TrainingForward):
-        return model.hidden(token_M, position_M, layout, keep_U), model.head
+        return model.hidden(made.token_M, made.position_M, made.layout, made.keep_U), model.head
     with _hidden_states(model) as hidden:
         model(
-            input_ids=token_M[None],
-            position_ids=position_M[None],
+            input_ids=made.token_M[None],
+            position_ids=made.position_M[None],
             use_cache=False,
-            logits_to_keep=keep_U,
-            layout=layout,
+            logits_to_keep=made.keep_U,
+            layout=made.layout,
         )
     return hidden[0], model.get_output_embeddings()
 
@@ -231,17 +314,15 @@ def _head_outputs(
     model: PreTrainedModel,
     head: Callable[[Tensor], Tensor],
     hidden_UD: Tensor,
-    head_N: Tensor,
-    token_N: Tensor,
+    made: PackedPass,
     *,
     temperature: float,
     entropy: Literal["value", "gradient"] | None,
-    most_logits: int = MOST_LOGITS,
 ) -> tuple[Tensor, Tensor | None]:
-    """Logprob and entropy of each token; `head_N` names the hidden state that predicts it.
+    """Logprob and entropy of each token.
 
     The language-model head runs on a chunk of hidden states at a time, and again in the backward pass. So never more
-    than `most_logits` logits are kept, however many tokens there are.
+    than a chunk's logits are kept, however many tokens there are.
     """
     config = model.config
 
@@ -250,19 +331,15 @@ def _head_outputs(
         logp_N, entropy_U = token_logprobs(logits_UV, at_N, wanted_N, temperature=temperature, entropy=entropy)
         return logp_N, entropy_U[at_N]
 
-    chunk = max(1, most_logits // model.get_input_embeddings().num_embeddings)
-    if len(hidden_UD) <= chunk:
-        logp_N, entropy_N = outputs(hidden_UD, head_N, token_N)
+    if made.back_N is None:
+        ((_, at_N, token_N),) = made.chunks
+        logp_N, entropy_N = outputs(hidden_UD, at_N, token_N)
         return logp_N, None if entropy is None else entropy_N
-    sorted_N, order_N = torch.sort(head_N, stable=True)
-    starts = list(range(0, len(hidden_UD), chunk))
-    cuts = torch.searchsorted(sorted_N, torch.tensor([*starts, len(hidden_UD)], device=head_N.device)).tolist()
-    parts = []
-    for start, first, end in zip(starts, cuts, cuts[1:], strict=False):
-        arguments = hidden_UD[start : start + chunk], sorted_N[first:end] - start, token_N[order_N[first:end]]
-        parts.append(checkpoint(outputs, *arguments, use_reentrant=False, preserve_rng_state=False))
-    back_N = torch.argsort(order_N)
-    logp_N, entropy_N = (torch.cat(list(columns))[back_N] for columns in zip(*parts, strict=True))
+    parts = [
+        checkpoint(outputs, hidden_UD[of_head], *one, use_reentrant=False, preserve_rng_state=False)
+        for of_head, *one in made.chunks
+    ]
+    logp_N, entropy_N = (torch.cat(list(columns))[made.back_N] for columns in zip(*parts, strict=True))
     return logp_N, None if entropy is None else entropy_N
 
 
@@ -307,17 +384,17 @@ def target_logprobs(
     result has the same shapes. Rows with different numbers in `apart` share no computation; `on_nodes` is called
     before the forward with the number of each computed token, in rising order.
     """
-    device = model.device
     numbers = apart or [0] * len(rows)
     # A row's last token predicts too, so one more follows. The upper bits keep rows apart.
     tree = prefix_tree([[n << 32 | t for t in (*row, 0)] for n, row in zip(numbers, rows, strict=True)])
     if on_nodes is not None:
         on_nodes([token >> 32 for token in tree.tokens])
-    node_T = torch.tensor([node for node in tree.node_of if node >= 0], device=device)
-    heads_U, head_T = torch.unique(node_T, return_inverse=True)
-    hidden_UD, head = _hidden(model, replace(tree, tokens=tuple(t & (1 << 32) - 1 for t in tree.tokens)), heads_U)
-    target_TK = torch.cat([target.reshape(len(row), -1) for row, target in zip(rows, targets, strict=True)]).to(device)
-    head_N = head_T.repeat_interleave(target_TK.shape[1])
-    logp_N, _ = _head_outputs(model, head, hidden_UD, head_N, target_TK.flatten(), temperature=1.0, entropy=None)
+    target_TK = torch.cat([target.reshape(len(row), -1) for row, target in zip(rows, targets, strict=True)])
+    predicting = [node for node in tree.node_of if node >= 0 for _ in range(target_TK.shape[1])]
+    chunk = max(1, MOST_LOGITS // model.get_input_embeddings().num_embeddings)
+    shown = replace(tree, tokens=tuple(t & (1 << 32) - 1 for t in tree.tokens))
+    made = packed_pass(shown, predicting, target_TK.flatten().tolist(), model.device, chunk=chunk)
+    hidden_UD, head = _hidden(model, made)
+    logp_N, _ = _head_outputs(model, head, hidden_UD, made, temperature=1.0, entropy=None)
     parts = torch.split(logp_N.view(target_TK.shape), [len(row) for row in rows])
     return [part.reshape(target.shape) for part, target in zip(parts, targets, strict=True)]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -10,6 +11,20 @@ from torch import Tensor
 from shoal.errors import ModelError
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Tensors(Protocol):
+    """Tensors of a checkpoint by name."""
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor."""
+        ...
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Rows of one tensor."""
+        ...
 
 
 class TensorFiles:

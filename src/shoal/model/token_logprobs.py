@@ -85,11 +85,12 @@ class _TokenLogprobs(torch.autograd.Function):
             return x.exp_().mul_(weight)
 
         if grad_N is not None:
-            # Both terms of a chosen token nearly cancel: they are added in float32.
-            cell_M, of_N = torch.unique(at_N * logits_UV.shape[1] + token_N, return_inverse=True)
-            row_M, token_M = cell_M // logits_UV.shape[1], cell_M % logits_UV.shape[1]
-            x_M = torch.empty_like(cell_M, dtype=torch.float32).index_copy_(0, of_N, logp_N)
-            grad_M = of_probabilities(row_M, x_M).index_add_(0, of_N, grad_N / ctx.temperature)
+            # Both terms of a chosen token nearly cancel: they are added in float32. A token that is chosen again in
+            # the same row has the sum of its gradients each time.
+            cell_N, order_N = torch.sort(at_N * logits_UV.shape[1] + token_N)
+            of_N = torch.empty_like(order_N).index_copy_(0, order_N, _steps(cell_N))
+            sum_N = torch.zeros_like(logp_N).index_add_(0, of_N, grad_N / ctx.temperature)
+            chosen_N = of_probabilities(at_N, logp_N.clone()).add_(sum_N[of_N])
         # The gradient overwrites the saved tensor: autograd refuses a second pass, so it is not needed again.
         if ctx.of_entropy:
             for rows, x_UV in _blocks(logits_UV, ctx.temperature):
@@ -99,8 +100,17 @@ class _TokenLogprobs(torch.autograd.Function):
             for rows, exp_UV in _blocks(logits_UV, 1.0):
                 logits_UV[rows] = exp_UV.mul_(weight_U[rows, None])
         if grad_N is not None:
-            logits_UV[row_M, token_M] = grad_M.to(logits_UV.dtype)
+            logits_UV[at_N, token_N] = chosen_N.to(logits_UV.dtype)
         return logits_UV, None, None, None, None
+
+
+def _steps(sorted_N: Tensor) -> Tensor:
+    """Number of different values before each one.
+
+    >>> _steps(torch.tensor([3, 3, 7, 9, 9])).tolist()
+    [0, 0, 1, 2, 2]
+    """
+    return torch.cat([sorted_N.new_zeros(1), (sorted_N[1:] != sorted_N[:-1]).cumsum(0)])[: len(sorted_N)]
 
 
 def _blocks(logits_UV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor]]:

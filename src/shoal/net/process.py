@@ -91,7 +91,7 @@ def torch_environment(threads: int, gpus: Sequence[str] = (), *, gathers: bool =
     returned, because small tensors would fragment them. A rank that `gathers` layers returns every layer: glibc cannot
     reuse a kept block for an aligned one of the same size, and 16 layers of 36 MB took 60 MB more each. oneDNN keeps
     128 compiled products instead of 1,024, a third of a megabyte each. Huge pages save 8 % of the
-    time of a decoding step's matrix products.
+    time of a decoding step's matrix products. torch numbers the GPUs that a process sees, so LOCAL_RANK follows them.
     """
     return {
         **os.environ,
@@ -107,7 +107,7 @@ def torch_environment(threads: int, gpus: Sequence[str] = (), *, gathers: bool =
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}),
+        **({"CUDA_VISIBLE_DEVICES": ",".join(gpus), "LOCAL_RANK": "0"} if gpus else {}),
     }
 
 

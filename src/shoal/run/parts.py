@@ -4,6 +4,7 @@
 A task's runner is the built-in single turn, or an agent that talks to the model through a session.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,11 +15,12 @@ from shoal.cluster.rank_group import RankGroup
 from shoal.cluster.registry import RewardsRole
 from shoal.config import Config
 from shoal.engine.pool.engine_pool import EnginePool
-from shoal.errors import ChildDied
+from shoal.errors import ChildDied, ModelError
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import external_groups, snapshot
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer, WholeExchange, Worker
+from shoal.model.file_sizes import shapes_of
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.service import BinaryScorer, RewardService
@@ -30,7 +32,10 @@ from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
 from shoal.run.engines import EngineSettings, OwnEngines, engines
 from shoal.run.join_swarm import joined_peer
-from shoal.run.machine.devices import Threads
+from shoal.run.machine.devices import Threads, gpu_bytes
+from shoal.run.machine.memory import engine_bytes, trainer_mesh
+from shoal.run.machine.mesh import Mesh
+from shoal.run.machine.planner import fitted
 from shoal.run.policy import Policy, PolicyParts
 from shoal.run.prepare import Prepared
 from shoal.run.roles import OnEvent, opened_roles
@@ -113,7 +118,7 @@ async def opened_policy(
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         roles = await opened(opened_roles(prepared, store, on_event))
-        ranks = await opened(_ranks(prepared, threads.trainer, roles))
+        ranks, mesh, memory = await opened(_ranks(prepared, threads.trainer, roles))
         parts = await opened(
             answering(
                 prepared,
@@ -127,6 +132,8 @@ async def opened_policy(
             )
         )
         on_stage("starting the trainer")
+        if memory:
+            config = await asyncio.to_thread(_fitting, prepared, mesh, memory, on_stage)
         trainer = TrainerProcess(ranks)
         await trainer.start(prepared.model_dir, config, threads.trainer)
         teacher = await opened(text_teacher(config.train, prepared.renderer))
@@ -165,16 +172,39 @@ async def swarm_node(
 
 
 @asynccontextmanager
-async def _ranks(prepared: Prepared, threads: int, roles: RunServer | None) -> AsyncIterator[Sequence[Worker]]:
-    """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`."""
+async def _ranks(
+    prepared: Prepared, threads: int, roles: RunServer | None
+) -> AsyncIterator[tuple[Sequence[Worker], Mesh, int]]:
+    """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`.
+
+    With them come how they share the weights, and the memory of their smallest GPU, 0 on CPUs.
+    """
     train, places = prepared.config.train, prepared.config.cluster.trainer
+    laid_out = partial(trainer_mesh, prepared.config, shapes_of(prepared.model_dir))
     if places is None or roles is None:
         log = Path(prepared.config.run_dir) / "logs" / "trainer.log"
         async with local_ranks(log, threads, train.ranks, prepared.devices.ranks) as own:
-            yield own
+            memory = gpu_bytes() if prepared.devices.ranks else 0
+            yield own, laid_out(memory), memory
         return
-    async with RankGroup(places.ranks, places.per_host).ranks(roles) as joined:
-        yield joined
+    group = RankGroup(places.ranks, lambda memory: laid_out(memory).per_copy)
+    async with group.ranks(roles) as joined:
+        yield joined, laid_out(group.gpu_bytes), group.gpu_bytes
+
+
+def _fitting(prepared: Prepared, mesh: Mesh, memory: int, on_stage: Callable[[str], None]) -> Config:
+    """Settings with which a step fits the ranks' GPUs, in words too. Raises `ConfigError` if none does."""
+    config = prepared.config
+    if config.engine.gpus == "shared":
+        memory -= sum(engine_bytes(config, prepared.model_dir, prepared.row_tokens).values())
+    on_stage(str(mesh))
+    try:
+        config, fit = fitted(config, prepared.model_dir, mesh, prepared.row_tokens, memory)
+    except ModelError as error:
+        on_stage(f"memory is not planned: {error}")
+        return config
+    on_stage(str(fit))
+    return config
 
 
 class ResumableRewards(RewardService):

@@ -30,7 +30,7 @@ from shoal.rollout.agents.clients import agent_of
 from shoal.rollout.reward_hooks import hooks_of
 from shoal.run.blocking import run_blocking
 from shoal.run.machine.devices import Devices, devices_of
-from shoal.run.machine.memory import check_fits, kept_bytes
+from shoal.run.machine.memory import check_fits
 from shoal.sandbox.runner import strongest
 from shoal.swarm.strategy.choice import sharer_of, taker_of
 from shoal.swarm.wire.options import NatsOptions
@@ -112,7 +112,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: st
         _check_lengths(config, prompts, max_model_len)
         made = Prepared(config, model_dir, renderer, service, max_model_len, max(prompts), devices, token)
         if trains and not devices.ranks:
-            check_fits(config, kept_bytes(config, model_dir, made.row_tokens))
+            check_fits(config, model_dir)
         yield made
 
 

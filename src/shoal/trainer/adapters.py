@@ -80,7 +80,9 @@ class Adapters:
             a_RI = nn.init.kaiming_uniform_(torch.empty(rank, layer.in_features), math.sqrt(5), generator=generator)
             b_OR = torch.zeros(layer.out_features, rank)
             for part, tensor in (("A", a_RI), ("B", b_OR)):
-                layer.register_parameter(f"lora_{part}{owner}", nn.Parameter(tensor.to(layer.weight.device)))
+                # Weights without memory get it later; adapters have theirs at once.
+                place = "cpu" if layer.weight.is_meta else layer.weight.device
+                layer.register_parameter(f"lora_{part}{owner}", nn.Parameter(tensor.to(place)))
             if layer not in self._hooked:
                 self._hooked.add(layer)
                 layer.register_forward_hook(self._add)
@@ -144,7 +146,7 @@ class Adapters:
         a_RI, b_OR = (getattr(layer, f"lora_{part}{owner}", None) for part in "AB")
         if a_RI is None or b_OR is None:
             return y
-        change = F.linear(F.linear(x.float(), a_RI), b_OR) * (self._alphas[owner] / len(a_RI))
+        change = F.linear(F.linear(x.to(a_RI.dtype), a_RI), b_OR) * (self._alphas[owner] / len(a_RI))
         return y + change.to(y.dtype)
 
 

@@ -67,20 +67,25 @@ def _forward(own: _Own, mesh: DeviceMesh, hidden_TW: Tensor, top_k_index: Tensor
     """Replaces the forward of the experts; each token's chosen experts are in [T, k], as are their weights."""
     group, ranks = mesh.get_group(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
     held = int(own.experts.num_experts)  # type: ignore[arg-type]
-    chosen_C, token_C = top_k_index.flatten(), torch.arange(len(hidden_TW)).repeat_interleave(top_k_index.shape[1])
+    chosen_C, k = top_k_index.flatten(), top_k_index.shape[1]
     order_C = chosen_C.argsort(stable=True)
-    sent = torch.bincount(chosen_C // held, minlength=ranks)
+    sent = chosen_C.new_zeros(ranks).index_add_(0, chosen_C // held, torch.ones_like(chosen_C))
     received = torch.empty_like(sent)
     distributed.all_to_all_single(received, sent, group=group)
-    to, back = received.tolist(), sent.tolist()
+    # The sizes of what travels must be known on the host: the only numbers that are read in a pass.
+    to, back = torch.stack([received, sent]).tolist()
     index_C = order_C.new_empty(sum(to))
     distributed.all_to_all_single(index_C, chosen_C[order_C] % held, to, back, group=group)
-    token_C = token_C.to(order_C.device)[order_C]
+    token_C = order_C // k
     rows_CW = _exchanged(hidden_TW[token_C], to, back, group)
     # One row more, of no weight: every rank computes something, so that the ways back are the same everywhere.
     rows_CW = torch.cat([rows_CW, rows_CW.new_zeros(1, rows_CW.shape[1])])
     index_C1 = torch.cat([index_C, index_C.new_zeros(1)])[:, None]
-    weights = {f"experts.{name}": _local(one, mesh) for name, one in own.experts.named_parameters(recurse=False)}
+    # The grouped products of experts have the dtype of their weights.
+    dtype = hidden_TW.dtype
+    weights = {
+        f"experts.{name}": _local(one, mesh).to(dtype) for name, one in own.experts.named_parameters(recurse=False)
+    }
     ones_C1 = torch.ones_like(index_C1, dtype=top_k_weights.dtype)
     out_CW = functional_call(own, weights, (rows_CW, index_C1, ones_C1))[:-1]
     out_CW = _exchanged(out_CW, back, to, group) * top_k_weights.flatten()[order_C, None]

@@ -298,3 +298,37 @@ def request_from(data: bytes) -> Request:
 def answer_from(data: bytes) -> Answer:
     """Answer in a frame's bytes. Raises `WireError`."""
     return wire.decode(data, cast("type[Answer]", Answer), MAX_FRAME_BYTES)
+
+
+class FakeQuestion(msgspec.Struct, frozen=True):
+    """Input of `trainer.fake_run`: a trainer, and sizes of its micro-batches."""
+
+    model_path: str
+    """Directory with the model's config.json."""
+    model_json: str
+    train_json: str
+    ranks: int
+    shard: int | None
+    """Ranks that share one copy of the weights; None for all."""
+    row_tokens: int
+    """Tokens of the longest row."""
+    tokens: tuple[int, ...]
+    """Sizes of a micro-batch, in tokens."""
+    gpu_bytes: int
+    """Memory of a rank's GPU."""
+
+
+class FakeTaken(msgspec.Struct, frozen=True):
+    """Memory of one fake rank, in bytes."""
+
+    tokens: int
+    weights: int
+    gradient: int
+    moments: int
+    passing: int
+    """Most that a forward and a backward pass add to the weights: activations, gathered layers, gradients."""
+
+    @property
+    def peak(self) -> int:
+        """Most memory of a step."""
+        return self.weights + self.passing + self.moments

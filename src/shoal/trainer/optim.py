@@ -17,6 +17,8 @@ from shoal.trainer.ranks import copies, is_sharded, like, local, norm, whole
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
 BLOCK: Final = 1 << 16
 """Elements of a parameter processed together, so that intermediate results stay in a core's cache."""
+BLOCK_OF_GPU: Final = 1 << 26
+"""Elements of a block on a GPU, where a launch takes longer than the work of a small one."""
 LARGEST: Final = torch.finfo(torch.float32).max
 
 
@@ -99,6 +101,8 @@ class Optimizer:
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
         self.updates = 0
         self._since_reset: int | None = None
+        self._steps: dict[nn.Parameter, int] = {}
+        """Adam's steps of each parameter since its moments were zero; Adam's own counts are on the device."""
 
     def clear_gradient(self) -> None:
         """Clears the gradient accumulated since the last update."""
@@ -106,21 +110,34 @@ class Optimizer:
 
     def update(self) -> Update:
         """Clips the accumulated gradient, takes one update and clears the gradient."""
-        norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
-        grad_norm = float(whole(norm))
         lr = learning_rate(self._config, self.updates, self._since_reset)
-        if not math.isfinite(grad_norm):
-            self._adam.zero_grad()
-            return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
-        self._clip(norm, grad_norm, self._config.max_grad_norm or math.inf)
         for group in self._adam.param_groups:
             group["lr"] = lr * group["peak"] / self._config.lr
-        update_norm = self._offloaded_step() if self._offloads else self._step()
+        changed = [p for p in self._named.values() if p.grad is not None]
+        # Everything is launched before the first number is read.
+        grad_norm, update_norm = torch.stack([one.double() for one in self._launched()]).tolist()
         self._adam.zero_grad()
-        self.updates += 1
+        if not math.isfinite(grad_norm):
+            return Update(lr=lr, grad_norm=grad_norm, update_norm=0.0, taken=False)
+        self._count(changed)
         if self._since_reset is not None:
             self._since_reset += 1
         return Update(lr=lr, grad_norm=grad_norm, update_norm=update_norm, taken=True)
+
+    def _count(self, changed: Iterable[nn.Parameter]) -> None:
+        """Counts an update, and Adam's steps of the parameters that it changed."""
+        self.updates += 1
+        for parameter in changed:
+            self._steps[parameter] = self._steps.get(parameter, 0) + 1
+
+    @torch.no_grad()
+    def _launched(self) -> tuple[Tensor, Tensor]:
+        """Norms of the gradient and of the change by an update, which Adam leaves out if the first is not finite."""
+        norm = whole(nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None]))
+        self._clip(norm, self._config.max_grad_norm or math.inf)
+        self._adam.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        change = self._offloaded_step() if self._offloads else self._step()
+        return norm, change.to(norm.device)
 
     @torch.no_grad()
     def update_as(self, adam: Adam) -> tuple[float, bool]:
@@ -136,15 +153,17 @@ class Optimizer:
             group.update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
             group["weight_decay"] = adam.weight_decay
         norm = nn.utils.get_total_norm([p.grad for p in self._named.values() if p.grad is not None])
-        self._clip(norm, float(norm), adam.grad_clip_norm or math.inf)
-        taken = math.isfinite(float(norm)) and all(self._stays_finite(p, adam) for p in self._named.values())
+        self._clip(norm, adam.grad_clip_norm or math.inf)
+        finite = torch.stack([norm.isfinite(), *(self._stays_finite(p, adam) for p in self._named.values())])
+        taken = bool(finite.all())
         if taken:
+            self._adam.found_inf = None  # type: ignore[attr-defined]
             self._adam.step()
-            self.updates += 1
+            self._count(self._named.values())
         self._adam.zero_grad()
         return float(norm), taken
 
-    def _stays_finite(self, parameter: nn.Parameter, adam: Adam) -> bool:
+    def _stays_finite(self, parameter: nn.Parameter, adam: Adam) -> Tensor:
         """Whether an update leaves a parameter and its moments finite; computes it on copies."""
         assert parameter.grad is not None
         state, zero = self._adam.state.get(parameter, {}), torch.zeros_like(parameter)
@@ -168,22 +187,22 @@ class Optimizer:
             weight_decay=adam.weight_decay,
             eps=adam.eps,
         )
-        return all(bool(one.isfinite().all()) for one in copies)
+        return torch.stack([one.isfinite().all() for one in copies]).all()
 
-    def _clip(self, norm: Tensor, value: float, most: float) -> None:
+    def _clip(self, norm: Tensor, most: float) -> None:
         """Has the gradient shortened to the largest norm: by Adam as it reads it, or before that if it is sharded."""
         if self._sharded:
             nn.utils.clip_grads_with_norm_(self._named.values(), most, norm)
         else:
             # torch.amp's protocol: fused optimizers divide by this attribute.
-            self._adam.grad_scale = torch.full_like(norm, min(max(1.0, value / most), LARGEST))  # type: ignore[attr-defined]
+            self._adam.grad_scale = (norm / most).clamp(1.0, LARGEST)  # type: ignore[attr-defined]
 
-    def _step(self) -> float:
+    def _step(self) -> Tensor:
         """Takes Adam's step; the norm of the change that it made."""
         self._adam.step()
         return self._norm(self._change_norms())
 
-    def _offloaded_step(self) -> float:
+    def _offloaded_step(self) -> Tensor:
         """Takes the same step parameter by parameter; only one parameter's moments are on the device at a time."""
         gradients = {p: p.grad for p in self._named.values() if p.grad is not None}
         norms: list[Tensor] = []
@@ -220,48 +239,54 @@ class Optimizer:
                     torch._foreach_add_(changes, weights, alpha=decay / rate)
                 yield from torch._foreach_mul(torch._foreach_norm(changes), rate / (1 - decay))
 
-    def _blocks(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[float, list[tuple[Tensor, ...]]]]:
+    def _blocks(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[int, list[tuple[Tensor, ...]]]]:
         """Numbers of Adam's steps, and blocks of moments, their squares and weights that took them, a few at a time."""
-        at, blocks, room = 0.0, list[tuple[Tensor, ...]](), BLOCK
+        block = BLOCK_OF_GPU if next(iter(self._named.values())).is_cuda else BLOCK
+        at, blocks, room = 0, list[tuple[Tensor, ...]](), block
         for parameter in parameters:
             if parameter.grad is None or not (state := self._adam.state.get(parameter)):
                 continue
-            step = float(state["step"])
+            step = self._steps.get(parameter, 0) + 1
             tensors = [local(tensor) for tensor in (state["exp_avg"], state["exp_avg_sq"], parameter)]
-            small = tensors[0].numel() <= BLOCK
+            small = tensors[0].numel() <= block
             parts = (
-                [tuple(tensors)] if small else zip(*(torch.split(one.flatten(), BLOCK) for one in tensors), strict=True)
+                [tuple(tensors)] if small else zip(*(torch.split(one.flatten(), block) for one in tensors), strict=True)
             )
             for part in parts:
                 room -= part[0].numel()
                 if blocks and (step != at or room < 0):
                     yield at, blocks
-                    blocks, room = [], BLOCK - part[0].numel()
+                    blocks, room = [], block - part[0].numel()
                 at = step
                 blocks.append(part)
         if blocks:
             yield at, blocks
 
-    def _norm(self, changes: Iterable[Tensor]) -> float:
+    def _norm(self, changes: Iterable[Tensor]) -> Tensor:
         return norm(changes, sharded=self._sharded, copies=self._copies)
 
     def reset(self) -> None:
         """Clears moments and counters."""
-        self._adam.state.clear()
+        self._clear()
         self.updates, self._since_reset = 0, None
 
     def count_push(self) -> None:
         """Resets the moments at a push of weights, if the config says so."""
         if self._config.reset_optimizer_at_push:
-            self._adam.state.clear()
+            self._clear()
             self._since_reset = 0
+
+    def _clear(self) -> None:
+        self._adam.state.clear()
+        self._steps.clear()
 
     def state(self) -> dict[str, Tensor]:
         """Moments by parameter name, sharded as the parameters are, and the counters."""
         tensors = {"updates": torch.tensor(self.updates)}
         tensors["since_reset"] = torch.tensor(-1 if self._since_reset is None else self._since_reset)
         for name, parameter in self._named.items():
-            moments = self._adam.state.get(parameter, {})
+            # Adam makes zero moments for an update that it leaves out, too.
+            moments = self._adam.state[parameter] if parameter in self._steps else {}
             for key in (*MOMENTS, "step"):
                 if key in moments:
                     tensors[f"{key}/{name}"] = moments[key].detach()
@@ -278,11 +303,13 @@ class Optimizer:
         strange = [key for key, one in moments.items() if key not in wanted or wanted[key].shape != one.shape]
         if strange or not {"updates", "since_reset"} <= tensors.keys():
             raise TrainerError(f"optimizer state: expected that of this model, got {sorted(strange or tensors)[:1]}")
-        self._adam.state.clear()
+        self._clear()
         for name, parameter in self._named.items():
             found = {key: tensors[f"{key}/{name}"] for key in (*MOMENTS, "step") if f"{key}/{name}" in tensors}
             if found:
-                step = found.pop("step").clone().to(parameter.device)
+                step = found.pop("step").clone()
+                self._steps[parameter] = int(step)
+                step = step.to(parameter.device)
                 moments = {key: like(value.clone(), parameter) for key, value in found.items()}
                 moments = {key: value.cpu() for key, value in moments.items()} if self._offloads else moments
                 self._adam.state[parameter] = {**moments, "step": step}

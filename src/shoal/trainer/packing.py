@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from shoal.model.packed import PackedPass
+
 T = TypeVar("T")
 Mean: TypeAlias = Literal["tokens", "rows", "budget", "sums"]
 MOST_STREAM = 1 << 22
@@ -251,6 +253,8 @@ class MicroBatch:
     """Index of each token's row, from 0."""
     weight_N: "Tensor"
     """Weight of each token's loss: see `token_weight`."""
+    made: "PackedPass | None" = None
+    """Its forward pass, where a trainer computes it."""
     rows: tuple[int, ...] = ()
     """Index of each row among all rows of its step, where somebody asked for it."""
     routing_TB: "Tensor | None" = None

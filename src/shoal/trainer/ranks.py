@@ -9,11 +9,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 
+import psutil
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -31,8 +34,8 @@ class Ranks:
 
     index: int = 0
     count: int = 1
-    per_host: int | None = None
-    """Ranks of each host: every host has all weights, sharded over its ranks (HSDP). None shards over all ranks."""
+    per_copy: int | None = None
+    """Ranks that share one copy of the weights, sharded over them (HSDP); None for all."""
     shared_disk: bool = False
     """Whether all ranks reach the directories in which files are written."""
     experts_apart: bool = False
@@ -60,21 +63,22 @@ class Ranks:
             timeout=PATIENCE,
         )
 
-    def shard(self, model: nn.Module, device: str) -> None:
-        """Shards every tensor of the model over the ranks; a tensor is whole while its layer computes."""
+    def shard(self, model: nn.Module, device: str, dtype: torch.dtype = torch.float32) -> None:
+        """Shards every tensor of the model over the ranks; a tensor is whole, and of the `dtype`, while its layer
+        computes. Gradients are summed in float32."""
         if self.count == 1:
             return
-        hosts = 1 if self.per_host is None else self.count // self.per_host
-        kind, names = torch.device(device).type, ("hosts", "ranks")
-        if hosts > 1:
-            mesh = init_device_mesh(kind, (hosts, self.count // hosts), mesh_dim_names=names)
-        else:
-            mesh = init_device_mesh(kind, (self.count,))
+        mesh = self.mesh(device)
+        policy = MixedPrecisionPolicy(None if dtype is torch.float32 else dtype, torch.float32)
         apart = spread_experts(model, mesh) if self.experts_apart else set()
         for module in model.modules():
             if isinstance(module, GradientCheckpointingLayer):
-                fully_shard(module, mesh=mesh, ignored_params=apart)
-        fully_shard(model, mesh=mesh, ignored_params=apart)
+                fully_shard(module, mesh=mesh, ignored_params=apart, mp_policy=policy)
+        fully_shard(model, mesh=mesh, ignored_params=apart, mp_policy=policy)
+
+    def mesh(self, device: str) -> DeviceMesh:
+        """Copies and the ranks of each, or all ranks; one mesh, and so one group of connections, for all models."""
+        return _mesh(torch.device(device).type, self.count // (self.per_copy or self.count), distributed.group.WORLD)
 
     def add_up(self, *tensors: Tensor) -> None:
         """Replaces each tensor by its sum over the ranks."""
@@ -85,12 +89,20 @@ class Ranks:
     def mean_and_deviation(self, streams: Sequence[Tensor], device: torch.device | str) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation (with n) of the numbers of all ranks, float64."""
         x_T = torch.cat([torch.zeros(0, dtype=torch.float64, device=device), *streams])
-        sums = torch.stack([x_T.sum(), x_T.new_tensor(len(x_T))])
+        sums = torch.stack([x_T.sum(), x_T.new_full((), len(x_T))])
         self.add_up(sums)
         mean, count = sums[0] / sums[1].clamp(min=1), sums[1].clamp(min=1)
         squares = (x_T - mean).square().sum()
         self.add_up(squares)
         return mean, (squares / count).sqrt()
+
+    def least(self, number: int, device: str) -> int:
+        """Least of the ranks' numbers, for what all must decide alike."""
+        if self.count == 1 or distributed.get_backend() == distributed.Backend.FAKE:
+            return number
+        found = torch.tensor(number, device=device)
+        distributed.all_reduce(found, distributed.ReduceOp.MIN)
+        return int(found)
 
     def largest(self, tensor: Tensor) -> None:
         """Replaces the tensor by its maximum over the ranks."""
@@ -110,6 +122,19 @@ class Ranks:
 ALONE = Ranks()
 
 
+@lru_cache(maxsize=4)
+def _mesh(kind: str, copies: int, world: ProcessGroup) -> DeviceMesh:
+    shape = (copies, world.size() // copies) if copies > 1 else (world.size(),)
+    return init_device_mesh(kind, shape, mesh_dim_names=("copies", "ranks") if copies > 1 else None)
+
+
+def memory_bytes(device: str, ranks: int) -> int:
+    """Memory of a rank's GPU, or on a CPU its share of the main memory."""
+    if torch.device(device).type == "cuda" and torch.cuda.is_available():
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return int(psutil.virtual_memory().total) // ranks
+
+
 def leave() -> None:
     """Leaves the process group, if `join` made it."""
     if distributed.is_initialized():
@@ -127,7 +152,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def copies(tensor: Tensor) -> int:
-    """Number of hosts that have the whole tensor, each sharded over its ranks."""
+    """Number of copies of the tensor, each sharded over its ranks."""
     return tensor.device_mesh.size(0) if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2 else 1
 
 
@@ -156,13 +181,25 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def norm(norms: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> float:
-    """Norm of all numbers, from norms of their parts on all ranks, which `copies` hosts have alike; float64 sums."""
+def reduce_later(model: nn.Module, *, last: bool, keep: bool) -> None:
+    """Says whether the next backward pass is the `last` one of an update: then the ranks sum their gradients.
+
+    Before that each rank may `keep` its own whole gradients, in float32. Otherwise the ranks of a copy sum them at
+    once, because they have no room, and only copies wait for the last one.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_is_last_backward(last)
+        model.set_requires_gradient_sync(last or not keep)
+        model.set_requires_all_reduce(last)
+
+
+def norm(norms: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> Tensor:
+    """Norm of all numbers, from norms of their parts on all ranks, which hold that many `copies`; float64 sums."""
     of_parts = list(norms)
     total = torch.stack(of_parts).double().square().sum() if of_parts else torch.zeros((), dtype=torch.float64)
     if sharded:
         distributed.all_reduce(total)
-    return float((total / copies).sqrt())
+    return (total / copies).sqrt()
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:

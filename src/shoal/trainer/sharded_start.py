@@ -3,7 +3,8 @@
 Slices of a float32 checkpoint on a CPU are views of the mapped file: they take memory when they are first used.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import cast
 
@@ -17,22 +18,25 @@ from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError, ModelError
 from shoal.model import checkpoint_names
-from shoal.model.loading import Checkpointing, checkpoint_layers, empty_model, load_model, refuse_different
-from shoal.model.tensor_files import FILE, INDEX, TensorFiles
+from shoal.model.loading import DTYPES, Checkpointing, checkpoint_layers, empty_model, load_model, refuse_different
+from shoal.model.tensor_files import FILE, INDEX, TensorFiles, Tensors
 from shoal.trainer.adapters import SOLE, Adapters, layers_named
 from shoal.trainer.heap import give_back
 from shoal.trainer.ranks import Ranks, own_rows, rows_here
 from shoal.types import seed_for
 
 PROBED_TOKENS = 16
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
+"""Number of an expert in the name of its tensor in a checkpoint."""
 
 
 def trained_model(
-    path: Path | str, model: ModelConfig, train: TrainConfig, ranks: Ranks, device: str
+    path: Path | str, model: ModelConfig, train: TrainConfig, ranks: Ranks, device: str, files: Tensors | None = None
 ) -> tuple[PreTrainedModel, Adapters | None]:
     """Model sharded over the ranks, from the configured backend, with its adapters, if any.
 
-    All ranks call it. Raises `ModelError` and `ConfigError`.
+    Weights below adapters have the dtype of the products, because they never change. All ranks call it. Raises
+    `ModelError` and `ConfigError`.
     """
     if train.experts == "torchtitan":
         if train.lora.rank or train.router_replay or model.gradient_checkpointing:
@@ -43,53 +47,79 @@ def trained_model(
         from shoal.trainer.torchtitan import TitanModel
 
         return cast("PreTrainedModel", TitanModel(path, ranks, device)), None
+    dtype, checkpointing = DTYPES[model.dtype], model.gradient_checkpointing
     if not train.lora.rank:
-        return loaded(path, ranks, device, gradient_checkpointing=model.gradient_checkpointing), None
-    adapters = Adapters(load_model(path, device=device, gradient_checkpointing=model.gradient_checkpointing))
-    layers = layers_named(adapters.model, train.lora.targets)
-    if ranks.count > 1 and adapters.model.get_output_embeddings() in map(adapters.model.get_submodule, layers):
-        # It is called after the sharded forward, whose hooks would collect its gradient.
-        raise ConfigError("train.lora.targets: expected no head with several train.ranks, which do not train it")
-    adapters.add(SOLE, layers, rank=train.lora.rank, alpha=train.lora.alpha, seed=seed_for("lora"))
-    ranks.shard(adapters.model, device)
-    return adapters.model, adapters
+        return loaded(path, ranks, device, dtype, gradient_checkpointing=checkpointing, files=files), None
+    kept: list[Adapters] = []
+
+    def adapted(base: PreTrainedModel) -> None:
+        adapters = Adapters(base)
+        layers = layers_named(base, train.lora.targets)
+        if ranks.count > 1 and base.get_output_embeddings() in map(base.get_submodule, layers):
+            # It is called after the sharded forward, whose hooks would collect its gradient.
+            raise ConfigError("train.lora.targets: expected no head with several train.ranks, which do not train it")
+        adapters.add(SOLE, layers, rank=train.lora.rank, alpha=train.lora.alpha, seed=seed_for("lora"))
+        kept.append(adapters)
+
+    started = loaded(
+        path, ranks, device, dtype, frozen=True, gradient_checkpointing=checkpointing, files=files, change=adapted
+    )
+    return started, kept[0]
 
 
 def loaded(
-    path: Path | str, ranks: Ranks, device: str, *, gradient_checkpointing: Checkpointing = False
+    path: Path | str,
+    ranks: Ranks,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    frozen: bool = False,
+    gradient_checkpointing: Checkpointing = False,
+    files: Tensors | None = None,
+    change: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
-    """Model at `path`, sharded over the ranks; each rank reads its part only.
+    """Model at `path`, sharded over the ranks with products in the `dtype`; each rank reads its part only.
 
-    All ranks call it. Raises `ModelError` and `ConfigError`.
-    """
-    if ranks.count > 1 and _has_slices(Path(path)):
-        return load_sharded(Path(path), ranks, device, gradient_checkpointing=gradient_checkpointing)
-    model = load_model(path, device=device, gradient_checkpointing=gradient_checkpointing)
-    ranks.shard(model, device)
-    return model
-
-
-def load_sharded(
-    path: Path, ranks: Ranks, device: str, *, gradient_checkpointing: Checkpointing = False
-) -> PreTrainedModel:
-    """Causal LM in float32, sharded over the ranks, in evaluation mode; all ranks call it. Raises `ModelError`.
+    Weights are float32, or of the `dtype` too if the model is sharded and they stay `frozen`. `change` is called with
+    the model before it is sharded, and `files` replace the model's own. All ranks call it. Raises `ModelError` and
+    `ConfigError`.
 
     Attention is checked on a copy with a vocabulary of few tokens, because the whole one would be gathered here. Each
     parameter had memory while it was made; of a model of 281M parameters, 100 MB of it fit none of the others.
     """
-    files = TensorFiles(path)
-    probed = empty_model(path, few_tokens=PROBED_TOKENS)
-    give_back()
-    ranks.shard(probed.to(device) if device != "cpu" else probed, device)
-    fill(probed, files, device)
-    refuse_different(probed)
-    del probed
-    model = empty_model(path)
+    if files is None and (ranks.count == 1 or not _has_slices(Path(path))):
+        model = load_model(path, device=device, gradient_checkpointing=gradient_checkpointing)
+        if change is not None:
+            change(model)
+        ranks.shard(model, device, dtype)
+        return model
+    if files is None:
+        files = TensorFiles(Path(path))
+        probed = empty_model(path, few_tokens=PROBED_TOKENS)
+        give_back()
+        _move(probed, device)
+        ranks.shard(probed, device)
+        fill(probed, files, device)
+        refuse_different(probed)
+        del probed
+    model = empty_model(path, dtype if frozen else torch.float32)
     give_back()
     checkpoint_layers(model, gradient_checkpointing)
-    ranks.shard(model, device)
+    if change is not None:
+        change(model)
+    _move(model, device)
+    ranks.shard(model, device, dtype)
     fill(model, files, device)
     return model
+
+
+def _move(model: PreTrainedModel, device: str) -> None:
+    """Moves what has memory already, such as buffers and adapters."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.device.type not in ("meta", torch.device(device).type):
+                module._parameters[name] = nn.Parameter(parameter.to(device), parameter.requires_grad)
+        module._buffers.update({name: one.to(device) for name, one in module._buffers.items() if one is not None})
 
 
 def _has_slices(path: Path) -> bool:
@@ -98,7 +128,7 @@ def _has_slices(path: Path) -> bool:
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, files: TensorFiles, device: str) -> None:
+def fill(model: PreTrainedModel, files: Tensors, device: str) -> None:
     """Gives each parameter without memory its part of the checkpoint. Raises `ModelError` for one that it lacks."""
     made_of = checkpoint_names.with_all_parts(checkpoint_names.conversions(model, files))
     filled: dict[int, nn.Parameter] = {}  # tied parameters stay one
@@ -115,37 +145,40 @@ def fill(model: PreTrainedModel, files: TensorFiles, device: str) -> None:
         )
     for module, key, parameter in empty:
         if id(parameter) not in filled:
-            filled[id(parameter)] = _filled(model, names[id(parameter)], parameter, files, made_of, device)
+            name = names[id(parameter)]
+            numbers = _numbers(model, name, parameter.data, files, made_of[name], device)
+            filled[id(parameter)] = nn.Parameter(numbers, parameter.requires_grad)
         setattr(module, key, filled[id(parameter)])
     for name, buffer in model.named_buffers():
         if name in made_of:
-            buffer.copy_(_whole(model, name, files, made_of))
+            buffer.copy_(_made(model, name, files, made_of[name][1]))
 
 
-def _filled(
+def _numbers(
     model: PreTrainedModel,
     name: str,
-    parameter: nn.Parameter,
-    files: TensorFiles,
-    made_of: Mapping[str, tuple[object, dict[str, str]]],
+    where: Tensor,
+    files: Tensors,
+    made_of: tuple[object, dict[str, str]],
     device: str,
-) -> nn.Parameter:
-    """Parameter with this rank's rows."""
-    converter, sources = made_of[name]
-    if not isinstance(parameter.data, DTensor):
-        return nn.Parameter(_whole(model, name, files, made_of).float().to(device), parameter.requires_grad)
-    if len(sources) > 1 or (converter is not None and not isinstance(converter, WeightRenaming)):
-        whole, where = _whole(model, name, files, made_of).float().to(device), parameter.data
-        split = distribute_tensor(whole, where.device_mesh, where.placements, src_data_rank=None)
-        return nn.Parameter(split, parameter.requires_grad)
-    source = next(iter(sources), name)
-    rows = files.rows(source, rows_here(parameter.data)).float().to(device)
-    return nn.Parameter(own_rows(rows, parameter.data), parameter.requires_grad)
-
-
-def _whole(
-    model: PreTrainedModel, name: str, files: TensorFiles, made_of: Mapping[str, tuple[object, dict[str, str]]]
 ) -> Tensor:
-    sources = made_of[name][1] or {name: name}
-    tensors = {source: files.whole(source) for source in sources}
+    """Numbers of a parameter, or this rank's rows of them, in its place and dtype."""
+    converter, sources = made_of
+    if not isinstance(where, DTensor):
+        return _made(model, name, files, sources).to(device, where.dtype)
+    if len(sources) > 1 or (converter is not None and not isinstance(converter, WeightRenaming)):
+        experts = {source: int(found[1]) for source in sources if (found := EXPERT.search(source))}
+        if len(experts) == len(sources):  # its rows are experts, and only this rank's are read
+            own = rows_here(where)
+            chosen = {source: sources[source] for source, n in experts.items() if own.start <= n < own.stop}
+            rows = _made(model, name, files, chosen) if chosen else torch.empty(0, *where.shape[1:])
+            return own_rows(rows.to(device, where.dtype), where)
+        whole = _made(model, name, files, sources).to(device, where.dtype)
+        return distribute_tensor(whole, where.device_mesh, where.placements, src_data_rank=None)
+    source = next(iter(sources), name)
+    return own_rows(files.rows(source, rows_here(where)).to(device, where.dtype), where)
+
+
+def _made(model: PreTrainedModel, name: str, files: Tensors, sources: Iterable[str]) -> Tensor:
+    tensors = {source: files.whole(source) for source in sources or (name,)}
     return checkpoint_names.model_tensors(model, tensors)[name]

@@ -61,11 +61,13 @@ class StepTotals:
             capped=terms.capped_T,
             kl=kl_N,
             trained=torch.ones_like(ratio_N),
-            computed=ratio_N.new_tensor(tokens),
+            computed=ratio_N.new_full((), tokens),
         )
         if gap_N is not None:
-            self._add(gap=gap_N, gaps=torch.ones_like(gap_N), fresh_gap=gap_N[fresh_N], fresh_gaps=fresh_N)
-        self._bins += torch.bincount(torch.bucketize(ratio_N, self._bounds), minlength=len(self._bins))
+            self._add(
+                gap=gap_N, gaps=torch.ones_like(gap_N), fresh_gap=torch.where(fresh_N, gap_N, 0.0), fresh_gaps=fresh_N
+            )
+        self._bins.index_add_(0, torch.bucketize(ratio_N, self._bounds), torch.ones_like(ratio_N))
         self._largest = torch.maximum(self._largest, ratio_N.max())
 
     def _add(self, **streams: Tensor | None) -> None:

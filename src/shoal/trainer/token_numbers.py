@@ -43,7 +43,7 @@ class TokenNumbers:
         for mask_N, bit in masks:
             if mask_N is not None:
                 fate_N += mask_N * bit
-        count_R = torch.bincount(batch.row_N, minlength=len(batch.rows))
+        count_R = batch.row_N.new_zeros(len(batch.rows)).index_add_(0, batch.row_N, torch.ones_like(batch.row_N))
         first_R = count_R.cumsum(0) - count_R
         found = {
             "row_R": torch.tensor(batch.rows, dtype=torch.int32),

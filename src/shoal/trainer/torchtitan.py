@@ -37,7 +37,7 @@ class TitanModel(nn.Module):
         for name, wanted in {**EXPECTED, "mlp_only_layers": [], "decoder_sparse_step": 1}.items():
             if (got := getattr(self.config, name)) != wanted:
                 raise ConfigError(f"train.experts: expected a model with {name} {wanted!r} for torchtitan, got {got!r}")
-        if ranks.per_host is not None or int(self.config.num_experts) % ranks.count:
+        if ranks.per_copy is not None or int(self.config.num_experts) % ranks.count:
             raise ConfigError(
                 f"train.experts: expected ranks of one mesh that divide {self.config.num_experts} experts for "
                 f"torchtitan, got {ranks.count}"

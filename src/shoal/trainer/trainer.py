@@ -7,6 +7,7 @@ are always float32.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 from shoal.config import ModelConfig
 from shoal.config.training import DecoupledLoss, TrainConfig
 from shoal.errors import ConfigError, TrainerError
+from shoal.model import MOST_LOGITS, MOST_LOGITS_OF_GPU
 from shoal.model.loading import DTYPES, resolve_device
-from shoal.model.packed import TokenOutputs, packed_logprobs, packed_outputs
+from shoal.model.packed import TokenOutputs, packed_logprobs, pass_outputs, trained_pass
 from shoal.model.routing import replay_routing
+from shoal.model.tensor_files import Tensors
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
 from shoal.trainer import critic, packing
 from shoal.trainer.advantage import normalised_after_kl
@@ -27,8 +30,8 @@ from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.models import TrainedModel
 from shoal.trainer.optim import Update
-from shoal.trainer.packing import MicroBatch, Minibatch, Packer, Share, Size
-from shoal.trainer.ranks import ALONE, Ranks
+from shoal.trainer.packing import MicroBatch, Minibatch, Packer, RowBatch, Share, Size
+from shoal.trainer.ranks import ALONE, Ranks, local, memory_bytes, reduce_later
 from shoal.trainer.sharded_start import loaded, trained_model
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.streams import Streams
@@ -74,16 +77,17 @@ class Trainer(TrainedModel):
         *,
         skip_uninformative: bool = True,
         ranks: Ranks = ALONE,
+        files: Tensors | None = None,
     ) -> None:
         """`temperature` and `max_tokens` are the rollouts'.
 
         With several `ranks` each rank has a trainer, and every call below is made on all of them. `skip_uninformative`
-        leaves out rows that give no gradient. The model at `path` is the reference of `train.kl`. Raises
-        `ModelError` and `ConfigError`.
+        leaves out rows that give no gradient. The model at `path` is the reference of `train.kl`. Tensors come from
+        `files` instead, if given. Raises `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
         ranks = replace(ranks, experts_apart=train.experts == "parallel")
-        trained, adapters = trained_model(path, model, train, ranks, self.device)
+        trained, adapters = trained_model(path, model, train, ranks, self.device, files)
         self._value_head = self._new_value_head(trained) if train.advantage == "gae" else None
         value_head = {} if self._value_head is None else dict(self._value_head.named_parameters(prefix=VALUE_HEAD))
         super().__init__(trained, adapters, train, DTYPES[model.dtype], critic=value_head, ranks=ranks)
@@ -95,8 +99,12 @@ class Trainer(TrainedModel):
         )
         self._config = train
         self._by_hand = ranks.count == 1 and not model.gradient_checkpointing and train.experts != "torchtitan"
+        self._sharded = ranks.count > 1 and train.experts != "torchtitan"
+        self.keep_gradients(ranks.least(memory_bytes(self.device, ranks.count), self.device))
+        self._amid_update = False
         by_hand = self._by_hand and adapters is None
         self._forward = fastest_forward(self.model, self._dtype) if by_hand else self.model
+        self._most_logits = MOST_LOGITS_OF_GPU if self.device.startswith("cuda") else MOST_LOGITS
         self._temperature = temperature
         if packing.loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
@@ -104,7 +112,20 @@ class Trainer(TrainedModel):
         self._packer = Packer(train, self.tokens_per_microbatch, max_tokens or 0, skip_uninformative, ranks.count)
         if train.router_replay:
             replay_routing(self.model)
-        self._reference = self._new_reference(train.teacher_model or path) if has_reference else None
+        self._reference = self._new_reference(train.teacher_model or path, files) if has_reference else None
+
+    def keep_gradients(self, memory_bytes: int) -> None:
+        """Keeps whole gradients in float32 until the last micro-batch of an update, if this memory has room for them.
+
+        Otherwise the ranks sum them after each micro-batch.
+        """
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        state = 16 * sum(local(parameter).numel() for parameter in trained)  # weight, gradient and two moments
+        self._keeps_gradients = state + 4 * sum(one.numel() for one in trained) <= 0.6 * memory_bytes
+
+    def compute_as_gpu(self) -> None:
+        """Computes with the model's own modules and large pieces of the head, wherever its tensors are."""
+        self._forward, self._most_logits = self.model, MOST_LOGITS_OF_GPU
 
     def step(
         self,
@@ -164,7 +185,7 @@ class Trainer(TrainedModel):
         At temperature 1 they equal `Engine.score` under the same weights, up to rounding.
         """
         result: list[list[float]] = []
-        with torch.no_grad(), precision(self._forward, self._dtype):
+        with torch.no_grad(), self._precision(self._forward):
             for row in rows:
                 row_L = torch.tensor(row, dtype=torch.long, device=self.device)
                 logp_T = packed_logprobs(self._forward, row_L, [len(row)], temperature=temperature)
@@ -176,9 +197,13 @@ class Trainer(TrainedModel):
         super().load(directory, optimizer=optimizer)
         lay_out(self._forward)
 
-    def _new_reference(self, path: Path | str) -> Forward:
+    def _precision(self, forward: Forward) -> AbstractContextManager[object]:
+        """Context of products; sharded weights have the dtype of products while their layer computes."""
+        return nullcontext() if self._sharded else precision(forward, self._dtype)
+
+    def _new_reference(self, path: Path | str, files: Tensors | None) -> Forward:
         """Model at `path`, sharded like the trained model."""
-        model = loaded(path, self._ranks, self.device).requires_grad_(False)
+        model = loaded(path, self._ranks, self.device, self._dtype, frozen=True, files=files).requires_grad_(False)
         return fastest_forward(model, self._dtype) if self._by_hand else model
 
     def _new_value_head(self, model: PreTrainedModel) -> nn.Linear:
@@ -210,19 +235,23 @@ class Trainer(TrainedModel):
         return self._packed(self._packer.shares(rows, whole, first=first)[self._ranks.index])
 
     def _packed(self, share: Share) -> Minibatch:
-        batches = (
-            replace(packing.micro_batch(one.rows, one.weights, self.device, idle=one.idle), rows=one.places)
-            for one in share.batches
+        return Minibatch(
+            tuple(map(self.micro_batch, share.batches)), share.informative, share.tokens, share.skipped_tokens
         )
-        return Minibatch(tuple(batches), share.informative, share.tokens, share.skipped_tokens)
+
+    def micro_batch(self, given: RowBatch) -> MicroBatch:
+        """Micro-batch whose forward pass is made already: several models and updates may take it."""
+        batch = packing.micro_batch(given.rows, given.weights, self.device, idle=given.idle)
+        masks = (m for row in given.rows for m in row.mask)
+        rows, at = [row.tokens for row in given.rows], [i for i, m in enumerate(masks) if m]
+        made = trained_pass(rows, at, self._forward, most_logits=self._most_logits)
+        return replace(batch, rows=given.places, made=made)
 
     def _outputs(self, batch: MicroBatch, *, with_entropy: bool = False, model: Forward | None = None) -> TokenOutputs:
-        with precision(model or self._forward, self._dtype):
-            return packed_outputs(
+        with self._precision(model or self._forward):
+            return pass_outputs(
                 model or self._forward,
-                batch.tokens_T,
-                batch.lengths,
-                at=batch.at_N,
+                batch.made,
                 temperature=self._temperature,
                 entropy=("gradient" if self._config.entropy_bonus > 0 else "value") if with_entropy else None,
                 value_head=self._value_head if model is None else None,
@@ -267,7 +296,11 @@ class Trainer(TrainedModel):
     def accumulate(self, minibatch: Minibatch, totals: StepTotals, at: Moment, *, fresh: bool) -> None:
         """Adds the minibatch's gradient to the parameters. `fresh`: its proximal logprobs are known."""
         config = self._config
-        for batch in minibatch.batches:
+        if self._amid_update:
+            raise TrainerError("a step failed amid its passes, and ranks have parts of its gradient: start them again")
+        self._amid_update = self._sharded
+        for number, batch in enumerate(minibatch.batches, 1):
+            reduce_later(self.model, last=number == len(minibatch.batches), keep=self._keeps_gradients)
             outputs = self._outputs(batch, with_entropy=True)
             logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
             if totals.tokens is not None:
@@ -300,6 +333,7 @@ class Trainer(TrainedModel):
             totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, current_N, kl_N, sum(batch.lengths))
             if totals.tokens is not None:
                 totals.tokens.add(batch, logp_N, entropy_N, advantage_N, terms, self._ranks.count)
+        self._amid_update = False
 
     def _against_reference(self, batch: MicroBatch, logp_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Addition to the loss, the advantages less the KL penalty, and the distance to the reference in nats."""

@@ -243,14 +243,14 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--ranks-per-host", type=int, help="replicates the weights over hosts; shards them over all")
+    parser.add_argument("--ranks-per-copy", type=int, help="ranks that share one copy of the weights; all if unset")
     parser.add_argument("--master", help="HOST:PORT of the first rank")
     parser.add_argument("--shared-disk", action="store_true", help="all ranks reach the run directory")
     options = parser.parse_args(arguments)
     with loading():
         from shoal.trainer.ranks import Ranks
 
-    server = Server(Ranks(options.rank, options.ranks, options.ranks_per_host, options.shared_disk), options.master)
+    server = Server(Ranks(options.rank, options.ranks, options.ranks_per_copy, options.shared_disk), options.master)
     with socket.socket(fileno=options.fd) as connection:
         serve(connection, lambda frame: [wire.encode(server.answer(frame))])
 

@@ -15,7 +15,9 @@ from shoal.errors import ConfigError, without_credentials
 from shoal.interfaces import Environment
 from shoal.model.file_sizes import shapes_of
 from shoal.run.blocking import run_blocking
-from shoal.run.machine.memory import kept_bytes
+from shoal.run.machine.devices import gpu_bytes
+from shoal.run.machine.memory import engine_bytes, trainer_mesh
+from shoal.run.machine.planner import fitted, memory_of_gpu
 from shoal.run.prepare import Prepared, check_start, prepare
 from shoal.run.run_dir import own_mathematics
 from shoal.trainer.advantage import own_advantage
@@ -27,8 +29,9 @@ PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443, "nats": 4222, "tls": 42
 """Ports of URLs that name none."""
 
 
-def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
-    """Describes a run for `--dry-run`. Raises the run's errors."""
+def plan(config: Config, *, resume: bool = False, gpu: str = "") -> dict[str, object]:
+    """Describes a run for `--dry-run`, on the machine's GPUs or those with the name `gpu`. Raises the run's errors."""
+    memory = memory_of_gpu(gpu) if gpu else gpu_bytes()
     check_start(config, resume=resume)
     for setting, name in own_mathematics(config).items():
         if setting == "train.loss":
@@ -40,13 +43,15 @@ def plan(config: Config, *, resume: bool = False) -> dict[str, object]:
     with prepare(config, dry=True) as prepared:
         unreached = run_blocking(check_urls(config, list(prepared.environments.values())))
         given = {f"not reached: {url}": why for url, why in unreached.items()}
-        return {**_described(prepared), **given}
+        return {**_described(prepared, memory if gpu or prepared.devices.ranks else 0), **given}
 
 
-def _described(prepared: Prepared) -> dict[str, object]:
+def _described(prepared: Prepared, memory: int) -> dict[str, object]:
     config = prepared.config
     rows = config.train.groups_per_step * config.rollout.group_size
-    memory = kept_bytes(config, prepared.model_dir, prepared.row_tokens)
+    mesh = trainer_mesh(config, shapes_of(prepared.model_dir), memory)
+    engine = engine_bytes(config, prepared.model_dir, prepared.row_tokens)
+    fit = fitted(config, prepared.model_dir, mesh, prepared.row_tokens, memory)[1] if memory else None
     settings = config.model_dump(mode="json")
     preset = {
         f"{config.preset}: {key}": reduce(lambda node, part: node[part], key.split("."), settings)
@@ -60,11 +65,11 @@ def _described(prepared: Prepared) -> dict[str, object]:
         "steps": config.train.steps,
         "rollouts_per_step": rows,
         "tokens_per_step_at_most": rows * prepared.row_tokens,
-        **{f"{process}_memory_mb": round(sum(parts.values()) / 1e6, 1) for process, parts in memory.items()},
-        "memory_mb": {
-            process: {part: round(size / 1e6, 1) for part, size in parts.items() if size}
-            for process, parts in memory.items()
-        },
+        "engine_memory_mb": round(sum(engine.values()) / 1e6, 1),
+        "trainer_memory_mb": round(mesh.state_bytes / mesh.shard / 1e6, 1),
+        "memory_mb": {"engine": {part: round(size / 1e6, 1) for part, size in engine.items()}},
+        "mesh": str(mesh),
+        **({"gpu_memory": str(fit)} if fit is not None else {}),
         "staleness_bound": bound,
         "staleness_expected": f"about {bound} if the trainer is slower than the engines, below 1 if it is faster"
         if bound

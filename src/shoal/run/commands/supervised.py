@@ -20,7 +20,7 @@ from typing import TypeAlias
 import msgspec
 import uvloop
 
-from shoal.config import Config
+from shoal.config import Config, EngineConfig
 from shoal.config.training import DPOLoss, foreign_setting
 from shoal.errors import ConfigError, TaskError
 from shoal.experience import checkpoint
@@ -28,7 +28,7 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.chat import Call
 from shoal.observe.metrics import trackers_of
-from shoal.run.machine.devices import Threads
+from shoal.run.machine.devices import Threads, devices_of
 from shoal.run.prepare import model_directory
 from shoal.run.run_dir import write_resolved
 from shoal.tasks.jsonl import rows_of
@@ -76,11 +76,12 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     write_resolved(config, run_dir)
     threads = Threads().trainer
+    gpus = devices_of(config.model_copy(update={"engine": EngineConfig(count=0)})).ranks
     async with AsyncExitStack() as stack:
         trackers = stack.enter_context(closing(trackers_of(config.metrics, run_dir)))
         if left_out:
             trackers.log_event("left_out", reason=left_out)
-        opening = local_ranks(run_dir / "logs" / "trainer.log", threads, config.train.ranks)
+        opening = local_ranks(run_dir / "logs" / "trainer.log", threads, config.train.ranks, gpus)
         trainer = TrainerProcess(await stack.enter_async_context(opening))
         await trainer.start(model_dir, _as_trained(config), threads)
         references = await _margins(trainer, lessons) if isinstance(loss, DPOLoss) else []

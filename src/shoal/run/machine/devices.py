@@ -60,6 +60,25 @@ def visible_gpus(environment: Mapping[str, str], present: int) -> tuple[str, ...
     return tuple(names[:end])
 
 
+def launched_gpu(environment: Mapping[str, str], visible: Sequence[str]) -> str:
+    """Names the GPU of one process of several that torchrun or srun started on a host; empty on the CPU, or when it
+    is alone. Raises `ConfigError` for more processes than GPUs.
+
+    >>> launched_gpu({"LOCAL_RANK": "1"}, ("4", "7")), launched_gpu({"SLURM_LOCALID": "1"}, ("4", "7"))
+    ('7', '7')
+    >>> launched_gpu({"SLURM_LOCALID": "3"}, ("3",)), launched_gpu({}, ("0", "1"))
+    ('3', '')
+    """
+    number = environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID", ""))
+    if not number or not visible:
+        return ""
+    if len(visible) == 1:  # the launcher shows each process its own
+        return visible[0]
+    if int(number) >= len(visible):
+        raise ConfigError(f"LOCAL_RANK: expected a number below the {len(visible)} GPUs of this host, got {number}")
+    return visible[int(number)]
+
+
 def gpus_present() -> int:
     """Counts the GPUs that the installed torch can use; loads no torch."""
     found = find_spec("torch")
@@ -75,6 +94,20 @@ def gpus_present() -> int:
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
         return 0
     return count.value
+
+
+def gpu_bytes() -> int:
+    """Memory of this machine's smallest GPU; 0 without one that the installed torch can use. Loads no torch."""
+    present = gpus_present()
+    if not present:
+        return 0
+    nvml, found = ctypes.CDLL("libnvidia-ml.so.1"), []
+    for index in range(present):
+        gpu, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
+        if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu)):
+            nvml.nvmlDeviceGetMemoryInfo(gpu, ctypes.byref(sizes))
+            found.append(int(sizes[0]))
+    return min(found, default=0)
 
 
 def devices_of(config: Config, visible: Sequence[str] | None = None, *, trains: bool = True) -> Devices:
