@@ -8,8 +8,7 @@ import pytest
 
 from faulty_package import SOURCE, written
 from shoal.errors import TaskError
-from shoal.software.instances import INSTANCES, Instance
-from shoal.software.packages import package_tree
+from shoal.software.instances import INSTANCES, Instance, package_tree
 from shoal.software.planting import difference, make_set, statement
 from shoal.software.suite import Suite, TestRun
 

@@ -147,6 +147,23 @@ def plant_faults(
     show(make_set(package, out, most=most, limit_s=limit_s, seed=seed), json_)
 
 
+@software.command("read")
+def read_tasks(
+    source: Annotated[Path, typer.Argument(help="Folder of Harbor or terminal-bench, a set, or a file of instances.")],
+    out: Annotated[Path, typer.Option(help="File of tasks, as the environment `workspace` takes it.")],
+    trees: Annotated[Path | None, typer.Option(help="Folder of the instances' repositories.")] = None,
+    check: Annotated[int, typer.Option(min=0, help="Tasks to judge: their solutions, and doing nothing.")] = 0,
+    json_: JsonFlag = False,
+) -> None:
+    """Read tasks of Harbor, terminal-bench, SWE-bench or SWE-smith as tasks of a workspace.
+
+    Prints how many of the checked ones only their solution solves, and the seconds of a verdict.
+    """
+    from shoal.software.checking import read
+
+    show(read(source, out, trees, check), json_)
+
+
 @clusters.command("template")
 def print_template(
     kind: Annotated[str, typer.Argument(help="slurm, kuberay, kubernetes or skypilot.")],

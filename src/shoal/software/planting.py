@@ -3,15 +3,16 @@
 import difflib
 import hashlib
 import io
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import packages_distributions
 from pathlib import Path, PurePosixPath
 
 from shoal.errors import TaskError
 from shoal.software.faults import FaultyModule, Site, faulty, spread
-from shoal.software.instances import Instance, hardness, write_set
-from shoal.software.packages import package_tree
+from shoal.software.instances import Instance, hardness, package_tree, write_set
 from shoal.software.suite import JOBS_AT_ONCE, Suite, Tested, TestRun
 from shoal.tasks.holdout import EVAL_SHARE, split_of
 
@@ -52,13 +53,15 @@ class Baseline:
     left_out: int
     """Number of tests that were red or flaky."""
     lines: Mapping[str, Mapping[int, Sequence[str]]]
+    packages: Sequence[str]
+    """Installed packages that the tests import."""
     wall_s: float
     """Seconds of the slowest run."""
 
     @property
     def bounds(self) -> tuple[int, int]:
         """Fewest and most tests that a kept fault turns red."""
-        return max(1, round(LEAST_RED * len(self.green))), int(MOST_RED * len(self.green))
+        return math.ceil(LEAST_RED * len(self.green)), int(MOST_RED * len(self.green))
 
     def touching(self, path: str, lines: range) -> list[str]:
         """Green tests that run any of the lines of a file, in order."""
@@ -87,8 +90,19 @@ def baseline(suite: Suite, limit_s: float = 300.0) -> Baseline:
         green,
         len(every) - len(green),
         lines,
+        distributions(done[-1].modules),
         max(one.wall_s for one in done[:-1]),
     )
+
+
+def distributions(modules: Sequence[str]) -> list[str]:
+    """Installed packages that have some modules.
+
+    >>> distributions(["msgspec.json", "os"])
+    ['msgspec']
+    """
+    known = packages_distributions()
+    return sorted({one for module in modules for one in known.get(module.partition(".")[0], ())})
 
 
 def is_source(path: str) -> bool:
@@ -192,6 +206,7 @@ class Planting:
             split=split_of(function, EVAL_SHARE).value,
             path=tried.path,
             function=tried.site.function,
+            packages=list(self.base.packages),
             function_lines=tried.site.last - tried.site.first + 1,
             kind=tried.site.kind,
             red_share=len(red) / len(self.base.green),

@@ -1,0 +1,176 @@
+"""Tasks of other projects' formats: read unchanged, solved by their oracle, and not by doing nothing."""
+
+import asyncio
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from faulty_package import SOURCE, written
+from shoal.errors import TaskError
+from shoal.software.checking import checked
+from shoal.software.formats import changed, oracle, recipe_of, reversed_patch, tasks_of
+from shoal.software.images import DockerLike, image_tree
+from shoal.software.planting import difference, make_set
+from shoal.workspace.reports import ReportKind
+from shoal.workspace.tree import tree_of
+
+HELLO = 'echo "Hello, world!" > hello.txt\n'
+WRITES_REWARD = """#!/bin/bash
+mkdir -p /logs/verifier
+if [ "$(cat /app/hello.txt)" = "Hello, world!" ]; then echo 1 > /logs/verifier/reward.txt
+else echo 0 > /logs/verifier/reward.txt; fi
+"""
+DOWNLOADS_PYTEST = """#!/bin/bash
+apt-get update
+apt-get install -y curl
+curl -LsSf https://astral.sh/uv/0.9.7/install.sh | sh
+if uvx \\
+  --with pytest==8.4.1 \\
+  pytest --ctrf /logs/verifier/ctrf.json /tests/test_outputs.py -rA; then
+  echo 1 > /logs/verifier/reward.txt
+else
+  echo 0 > /logs/verifier/reward.txt
+fi
+"""
+OUTPUTS = """from pathlib import Path
+
+
+def test_the_file_is_there():
+    assert Path("/app/hello.txt").exists()
+
+
+def test_the_file_greets():
+    assert Path("/app/hello.txt").read_text().strip() == "Hello, world!"
+"""
+
+
+def harbor(folder: Path, test: str = WRITES_REWARD, dockerfile: str = "FROM ubuntu:24.04\n\nWORKDIR /app") -> Path:
+    """A task in the layout that `harbor init` writes."""
+    for name in ("environment", "solution", "tests"):
+        (folder / name).mkdir(parents=True)
+    (folder / "task.toml").write_text('schema_version = "1.4"\n\n[verifier]\ntimeout_sec = 60.0\n')
+    (folder / "instruction.md").write_text("Write hello.txt with the text Hello, world!")
+    (folder / "environment" / "Dockerfile").write_text(dockerfile)
+    (folder / "solution" / "solve.sh").write_text(f"#!/bin/bash\n\n{HELLO}")
+    (folder / "tests" / "test.sh").write_text(test)
+    if "pytest" in test:
+        (folder / "tests" / "test_outputs.py").write_text(OUTPUTS)
+    return folder
+
+
+def terminal_bench(folder: Path) -> Path:
+    """A task in the layout of terminal-bench."""
+    (folder / "tests").mkdir(parents=True)
+    (folder / "task.yaml").write_text("instruction: |-\n  Write hello.txt.\nmax_test_timeout_sec: 60.0\n")
+    (folder / "Dockerfile").write_text("FROM python:3.13\nWORKDIR /app\n")
+    (folder / "run-tests.sh").write_text("#!/bin/bash\nuv run pytest $TEST_DIR/test_outputs.py -rA\n")
+    (folder / "tests" / "test_outputs.py").write_text(OUTPUTS)
+    (folder / "solution.sh").write_text(HELLO)
+    return folder
+
+
+@pytest.mark.parametrize("form", ["reward", "pytest", "terminal-bench"])
+def test_the_oracle_gets_full_marks_and_doing_nothing_gets_none(tmp_path: Path, form: str) -> None:
+    folder = tmp_path / form
+    if form == "terminal-bench":
+        terminal_bench(folder)
+    else:
+        harbor(folder, WRITES_REWARD if form == "reward" else DOWNLOADS_PYTEST)
+    (task,) = tasks_of(folder)
+    assert task.kind is (ReportKind.EXIT_CODE if form == "reward" else ReportKind.JUNIT)
+    assert "hello.txt" in task.problem
+    result = asyncio.run(checked(task, oracle(folder)))
+    assert result.is_sound, result
+
+
+def test_a_reward_that_the_agent_writes_itself_counts_for_nothing(tmp_path: Path) -> None:
+    (task,) = tasks_of(harbor(tmp_path / "task"))
+    forged = "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; true"
+    assert asyncio.run(checked(task, forged)).solution == 0.0
+
+
+def test_files_of_the_environment_are_in_the_tree(tmp_path: Path) -> None:
+    folder = harbor(tmp_path / "task", dockerfile="FROM python:3.13\nWORKDIR /app\nCOPY data ./data\nCOPY a.txt .\n")
+    (folder / "environment" / "data").mkdir()
+    (folder / "environment" / "data" / "b.txt").write_text("b")
+    (folder / "environment" / "a.txt").write_text("a")
+    (task,) = tasks_of(folder)
+    (folder / "tests" / "test.sh").write_text(WRITES_REWARD)
+    assert asyncio.run(checked(task, f'[ "$(cat a.txt data/b.txt)" = ab ] && {HELLO}')).solution == 1.0
+
+
+def test_an_environment_that_installs_is_refused_without_an_engine(tmp_path: Path) -> None:
+    folder = harbor(tmp_path / "task", dockerfile="FROM ubuntu:24.04\nRUN apt-get install -y \\\n    git\n")
+    missing = DockerLike("no-such-engine")
+    with pytest.raises(TaskError, match="needs a container engine: no-such-engine is not installed"):
+        image_tree("", "/app", context=folder, why="RUN apt-get", engines=[missing])
+    assert "apt-get" in recipe_of((folder / "environment" / "Dockerfile").read_text()).engine_for
+
+
+def test_a_context_outside_of_the_task_is_refused(tmp_path: Path) -> None:
+    folder = harbor(tmp_path / "task", dockerfile="FROM x\nWORKDIR /app\nCOPY ../../secret .\n")
+    (tmp_path / "secret").write_text("x")
+    with pytest.raises(TaskError, match="expected a file of its folder"):
+        list(tasks_of(folder))
+
+
+def test_a_folder_of_tasks_gives_each(tmp_path: Path) -> None:
+    harbor(tmp_path / "tasks" / "a")
+    terminal_bench(tmp_path / "tasks" / "b")
+    assert [task.id for task in tasks_of(tmp_path / "tasks")] == ["a", "b"]
+
+
+def test_a_planted_set_is_read_as_instances_of_swe_smith(tmp_path: Path) -> None:
+    make_set(str(written(tmp_path / "numbers")), tmp_path / "out", most=2, limit_s=60, seed=0)
+    tasks = list(tasks_of(tmp_path / "out" / "numbers"))
+    assert len(tasks) == 2
+    assert asyncio.run(checked(tasks[0])).is_sound
+
+
+def test_an_instance_of_swe_bench_has_its_tests_from_the_test_patch(tmp_path: Path) -> None:
+    package = written(tmp_path / "trees" / "owner__numbers")
+    source = package / "src" / "numbers_of" / "__init__.py"
+    wrong = SOURCE.replace("return most", "return number")
+    source.write_text(wrong)
+    (package / "tests" / "test_numbers_of.py").unlink()
+    added = "from numbers_of import clipped, total\n\n\ndef test_clipped():\n    assert clipped(11) == 10\n\n\n"
+    added += "def test_total():\n    assert total([1]) == 1\n"
+    row = {
+        "instance_id": "owner__numbers-1",
+        "repo": "owner/numbers",
+        "base_commit": "0" * 40,
+        "problem_statement": "clipped(11) gives 11.",
+        "patch": difference("src/numbers_of/__init__.py", wrong, SOURCE),
+        "test_patch": difference("tests/test_new.py", "", added).replace("--- a/tests/test_new.py", "--- /dev/null"),
+        "FAIL_TO_PASS": json.dumps(["tests/test_new.py::test_clipped"]),
+        "PASS_TO_PASS": json.dumps(["tests/test_new.py::test_total"]),
+        "version": "1",
+    }
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (task,) = tasks_of(tmp_path / "rows.jsonl", tmp_path / "trees")
+    assert list(task.files) == ["tests/test_new.py"]
+    assert asyncio.run(checked(task)).is_sound
+
+
+def test_an_instance_without_its_repository_names_what_is_missing(tmp_path: Path) -> None:
+    row = {"instance_id": "a", "repo": "o/r", "base_commit": "1", "problem_statement": "", "patch": ""}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "FAIL_TO_PASS": [], "PASS_TO_PASS": []}))
+    with pytest.raises(TaskError, match="expected one of a, o__r, r, tree in"):
+        list(tasks_of(tmp_path / "rows.jsonl"))
+
+
+def test_a_reversed_difference_undoes_it(tmp_path: Path) -> None:
+    after = SOURCE.replace("return most", "return number").replace("result = 0", "result = 1\n    pass")
+    patch = difference("a.py", SOURCE, after)
+    (tmp_path / "a.py").write_text(SOURCE)
+    for one in (patch, reversed_patch(patch)):
+        subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=one.encode(), check=True)
+    assert (tmp_path / "a.py").read_text() == SOURCE
+
+
+def test_a_test_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("other\n")
+    with pytest.raises(TaskError, match="does not fit the tree"):
+        list(changed(tree_of(tmp_path), difference("a.py", "x\n", "y\n")))
