@@ -1,0 +1,53 @@
+"""Differences of a workspace from its tree, read from outside without following the agent's links."""
+
+import difflib
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from shoal.workspace.fork import ForkKind, Workspace
+from shoal.workspace.tree import walked
+
+MOST_BYTES = 200_000
+"""Bytes of a file whose difference is shown line by line."""
+
+
+def files_of(workspace: Workspace) -> Mapping[str, str]:
+    """Text of each file that differs from the tree, by path; empty for a removed file."""
+    found: dict[str, str] = {}
+    own, base = workspace.own / workspace.tree.place[1:], workspace.tree.base
+    for path in walked(own) if own.is_dir() else ():
+        name, mode = str(path.relative_to(own)), path.lstat().st_mode
+        if stat.S_ISCHR(mode):
+            found |= {str(one.relative_to(base)): "" for one in (base / name, *walked(base / name)) if one.is_file()}
+        elif not stat.S_ISDIR(mode):
+            found[name] = _text(path)
+    if workspace.kind is not ForkKind.OVERLAY:
+        found |= {name: "" for path in walked(base) if (name := str(path.relative_to(base))) not in found}
+    return {name: text for name, text in found.items() if text != _text(base / name)}
+
+
+def _text(path: Path) -> str:
+    """Text of a regular file, or a word about another; empty for none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return f"link to {os.readlink(path)}\n" if path.is_symlink() else ""
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            return ""
+        text = os.read(descriptor, MOST_BYTES).decode(errors="replace")
+        return text if status.st_size <= MOST_BYTES else f"{status.st_size} bytes\n"
+    finally:
+        os.close(descriptor)
+
+
+def difference(workspace: Workspace, before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Unified difference between two results of `files_of`."""
+    parts: list[str] = []
+    for name in sorted({*before, *after}):
+        old, new = (one[name] if name in one else _text(workspace.tree.base / name) for one in (before, after))
+        parts += difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")
+    return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
