@@ -64,12 +64,8 @@ def _tree(source: Path, files: int) -> Tree:
 
 
 async def _forks(tree: Tree, count: int) -> Report:
-    """Milliseconds of a fork until its first command has ended, of the fork alone, and of a further command.
-
-    Other programs of a busy machine do not add to them where the system allows real-time priority.
-    """
+    """Milliseconds of a fork until its first command has ended, of the fork alone, and of a further command."""
     whole, alone, later = [], [], []
-    priority = "real-time" if _prioritised(os.SCHED_RR, 1) else "normal"
     for _ in range(count):
         began = time.perf_counter()
         with fork(tree) as workspace:
@@ -79,20 +75,10 @@ async def _forks(tree: Tree, count: int) -> Report:
             began = time.perf_counter()
             await workspace.run("true", PATIENT)
             later.append(time.perf_counter() - began)
-    _prioritised(os.SCHED_OTHER, 0)
     names = ("fork_ms", "fork_alone_ms", "command_ms")
-    figures = {
+    return {
         name: round(1e3 * statistics.median(one), 1) for name, one in zip(names, (whole, alone, later), strict=True)
     }
-    return {**figures, "fork_priority": priority}
-
-
-def _prioritised(policy: int, priority: int) -> bool:
-    try:
-        os.sched_setscheduler(0, policy, os.sched_param(priority))
-    except PermissionError:
-        return False
-    return True
 
 
 async def _held(tree: Tree, count: int) -> Report:
