@@ -11,10 +11,9 @@ from typing import Annotated
 import typer
 
 from shoal.cli import judge as judge_commands
-from shoal.cli import rehearsal, services
+from shoal.cli import rehearsal, services, workspace
 from shoal.cli import runs as run_commands
 from shoal.cli import swarm as swarm_commands
-from shoal.cli import workspace as workspace_commands
 from shoal.cli.misuse import Misuse, misuse
 from shoal.cli.output import (
     JsonFlag,
@@ -360,7 +359,7 @@ def bench(
 
 app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(rehearsal.rehearse)
 app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(rehearsal.plan)
-for _commands in (swarm_commands.app, judge_commands.app, workspace_commands.app, *services.groups):
+for _commands in (swarm_commands.app, judge_commands.app, workspace.app, *services.groups):
     app.add_typer(_commands, rich_help_panel=MANY)
 
 
