@@ -25,7 +25,7 @@ CASES = ((8, 4, 0.3), (16, 4, 0.2), (16, 8, 0.6), (32, 8, 0.4), (24, 4, 0.5), (1
 BOUNDS = (1, 2, 3, 5)
 
 
-def closed_forms(steps: int = 400) -> list[Mapping[str, object]]:
+def closed_forms(steps: int = 240) -> list[Mapping[str, object]]:
     """Mean staleness by both, for engines that are slower and then for a trainer that is."""
     rows: list[Mapping[str, object]] = []
     for places, groups, share in CASES:

@@ -1,0 +1,84 @@
+"""`python -m experiments.rehearsal [--seeds N] [--results D]`: all proofs of the rehearsal, and one JSON line of them."""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from experiments.rehearsal.closed_form import closed_forms
+from experiments.rehearsal.own_runs import own_runs
+from experiments.rehearsal.published import areal, step_times
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+PARTS: Mapping[str, Callable[[], Sequence[Mapping[str, object]]]] = {
+    "closed_form": closed_forms,
+    "own_runs": own_runs,
+    "areal": areal,
+    "step_times": step_times,
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the parts that have no results yet, or those named, and prints the figures."""
+    parser = argparse.ArgumentParser(prog="experiments.rehearsal")
+    parser.add_argument("--seeds", type=int, default=0, help="seeds of faults; 0 keeps the results there are")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--only", choices=PARTS, action="append")
+    parser.add_argument("--results", type=Path, default=HERE / "results")
+    options = parser.parse_args(arguments)
+    options.results.mkdir(exist_ok=True)
+    for name in options.only or PARTS:
+        began_s = time.process_time()
+        rows = PARTS[name]()
+        _write(options.results / f"{name}.json", {**_where(began_s), "rows": rows})
+    if options.seeds:
+        script = [sys.executable, "tests/support/rehearsal_faults.py", str(options.first), str(options.seeds)]
+        began_s = time.process_time()
+        done = subprocess.run(script, cwd=ROOT, check=True, capture_output=True, text=True)
+        _write(options.results / "faults.json", {**_where(began_s), **json.loads(done.stdout.splitlines()[-1])})
+    print(json.dumps(figures(options.results)))
+
+
+def figures(results: Path) -> dict[str, object]:
+    """The figures of the files of results."""
+    found = {name: json.loads((results / f"{name}.json").read_text())["rows"] for name in PARTS}
+    faults = json.loads((results / "faults.json").read_text()) if (results / "faults.json").is_file() else {}
+    own = [row for row in found["own_runs"] if not row["fitted"]]
+    return {
+        "configs": len(own),
+        "median_error": round(median(abs(row["error"]) for row in own), 3),
+        "areal": [row["rehearsed"] for row in found["areal"]],
+        "areal_errors": [row["error"] for row in found["areal"]],
+        "staleness_error": round(median(abs(row["error"]) for row in found["closed_form"]), 4),
+        "step_times": len(found["step_times"]),
+        "step_time_error": round(median(abs(row["error"]) for row in found["step_times"]), 3),
+        "fault_seeds": faults.get("fault_seeds", 0),
+        "violations": sum(faults.get(kind, 0) for kind in ("lost", "doubled", "stale", "standstills")),
+    }
+
+
+def _where(began_s: float) -> dict[str, object]:
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return {
+        "commit": commit.stdout.strip(),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": f"{platform.machine()}, Python {platform.python_version()}",
+        "cpu_s": round(time.process_time() - began_s, 1),
+    }
+
+
+def _write(path: Path, values: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
