@@ -13,7 +13,7 @@ TEST_JOBS ?= 3
 PYTEST := -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --failed-first
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo gpu gpus figures figures-check test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: rehearsal demo gpu gpus figures figures-check test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -66,6 +66,12 @@ fuzz: $(VENV)/dev-installed
 # What a run of 20,000 tiny steps keeps in memory and on the disk, and how long its steps take.
 growth: $(VENV)/dev-installed
 	$(BIN)/python -m benchmarks.growth 20000
+
+# The rehearsal beside closed forms, published figures and real runs, and faults at any await: one JSON line.
+# SEEDS=100000 takes hours.
+SEEDS := 2000
+rehearsal: $(VENV)/dev-installed
+	PYTHONPATH=tests/support $(BIN)/python -m experiments.rehearsal --seeds $(SEEDS)
 
 # Faults at random instants of real runs; each call adds to benchmarks/chaos/results.jsonl, and the sum is printed.
 MINUTES := 60

@@ -1,4 +1,4 @@
-"""`python -m experiments.rehearsal [--seeds N] [--results D]`: all proofs of the rehearsal, and one JSON line of them."""
+"""`python -m experiments.rehearsal [--seeds N] [--results D]`: all proofs, and one JSON line of them."""
 
 import argparse
 import json

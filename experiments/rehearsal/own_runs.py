@@ -1,7 +1,7 @@
 """Real runs of the embedded model beside their rehearsal: the raw data of `experiments/async_speedup`.
 
-The costs come from the synchronous runs alone (`max_staleness` 0): seconds of engine, trainer and main process per step.
-The others are predicted from them. The main process stands as one scorer.
+The costs come from the synchronous runs alone (`max_staleness` 0): seconds of engine, trainer and main process per
+step. The others are predicted from them. The main process stands as one scorer.
 """
 
 import json
@@ -40,7 +40,13 @@ def own_runs() -> list[Mapping[str, object]]:
     rows: list[Mapping[str, object]] = []
     for bound in plan["etas"]:
         config = Config.model_validate(
-            {**plan["run"], "tasks": [{"name": "words"}], "asynchrony": {"max_staleness": bound}, "eval": EVAL}
+            {
+                **plan["run"],
+                "tasks": [{"name": "words"}],
+                "train": {**plan["run"]["train"], "steps": STEPS},
+                "asynchrony": {"max_staleness": bound},
+                "eval": EVAL,
+            }
         )
         score_s = main_s / answers
         trainer = TrainerCost(trainer_s, 0.0)
@@ -61,4 +67,5 @@ def own_runs() -> list[Mapping[str, object]]:
     return rows
 
 
+STEPS = 60
 EVAL = {"every_steps": 0, "questions": 8}
