@@ -180,7 +180,10 @@ async def _ranks(
     With them come how they share the weights, and the memory of their smallest GPU, 0 on CPUs.
     """
     train, places = prepared.config.train, prepared.config.cluster.trainer
-    laid_out = partial(trainer_mesh, prepared.config, shapes_of(prepared.model_dir))
+
+    def laid_out(memory: int) -> Mesh:
+        return trainer_mesh(prepared.config, shapes_of(prepared.model_dir), memory)
+
     if places is None or roles is None:
         log = Path(prepared.config.run_dir) / "logs" / "trainer.log"
         async with local_ranks(log, threads, train.ranks, prepared.devices.ranks) as own:
