@@ -65,12 +65,12 @@ run.loop:TrainLoop.run
   run.loop:TrainLoop._step
     run.policy:Policy.take
       experience.buffer:Buffer.take
-    run.policy:Policy.rows
+    run.policy:Steps.rows
       trainer.advantage:step_samples
     run.loop:TrainLoop._record_and_train
       experience.buffer:Buffer.consumed
         experience.log:insert_step
-      run.policy:Policy.train
+      run.policy:Steps.train
         trainer.worker:TrainerProcess.step
           trainer.packing:Packer.step
             trainer.packing:Packer.shares
@@ -127,7 +127,7 @@ run.loop:TrainLoop._step
         swarm.strategy.ready_pool:ReadyPool.choose
           swarm.strategy.choice:apply_taker
       swarm.trust.encoding:rollouts_of
-  run.policy:Policy.rows
+  run.policy:Steps.rows
     swarm.strategy.choice:external_rows
 run.loop:TrainLoop._record_and_train
   experience.buffer:Buffer.consumed

@@ -242,8 +242,9 @@ class Replaying:
         self.trained = int((directory / "weights").read_text()) + 1
         return 0.0
 
-    async def step(self, rows: object, version: int, since_push: int, *, tokens_file: object) -> None:
+    async def step(self, rows: object, version: int, since_push: int, *, tokens_file: object) -> SimpleNamespace:
         self.trained += 1
+        return SimpleNamespace(weights=str(self.trained))
 
     async def write_version(self, path: Path | None, *, push: bool = True) -> float:
         self.pushes += push

@@ -45,7 +45,7 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
         nothing: dict[str, Any] = dict.fromkeys(names)
         policy = Policy(PolicyParts(prepared, buffer=buffer, **nothing))
         own = [group(f"own{i}", OWN) for i in range(4)]
-        built = await policy.rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))])
+        built = await policy.rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], policy.version)
         rows = list(built.of_group.values())
         for part in even_slices(len(rows), 2):
             tokens = [row.tokens[-1] for i in part for row in rows[i]]

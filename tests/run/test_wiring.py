@@ -49,7 +49,7 @@ CONFIG = parse(
     }
 )
 NOTHING = StepStats(
-    **{name: 0.0 for name in StepStats.__slots__ if name != "ratio_shares"},
+    **{name: 0.0 for name in StepStats.__slots__ if name not in ("ratio_shares", "weights")},
     ratio_shares=(0.0,) * (len(RATIO_BOUNDS) + 1),
 )
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli import judge as judge_commands
-from shoal.cli import rehearsal, services, workspace
+from shoal.cli import past, rehearsal, services, workspace
 from shoal.cli import runs as run_commands
 from shoal.cli import swarm as swarm_commands
 from shoal.cli.misuse import Misuse, misuse
@@ -35,9 +35,8 @@ from shoal.errors import ShoalError
 
 app = typer.Typer(name="shoal", no_args_is_help=True, pretty_exceptions_enable=False)
 
-FIRST, LOOK, MODELS, MACHINE, MANY = (
-    "Begin here", "Look at runs", "Use models", "This machine", "Several machines"
-)  # fmt: skip
+FIRST, LOOK, MODELS = "Begin here", "Look at runs", "Use models"
+MACHINE, MANY = "This machine", "Several machines"
 BENCHES = (
     *("async", "chaos", "cli", "cluster", "engine", "gateway", "hostile", "links", "memory", "orchestrator", "packing"),
     *("push", "real", "rewards", "slurm", "swarm", "tinker", "trainer", "trl", "view", "workspaces"),
@@ -176,6 +175,7 @@ def view(
     until_stopped(serve_view(chosen, host=host, port=port, announce=announce, waits=attached))
 
 
+past.add_to(app, LOOK)
 app.command(rich_help_panel=MANY)(run_commands.restore)
 app.command("runs", rich_help_panel=LOOK)(run_commands.list_runs)
 

@@ -53,6 +53,7 @@ _WHERE = {
     "ended": "group_id IN (SELECT group_id FROM temp.settled)",
     "consumed": "step <= :through",
     "steps": "step <= :through",
+    "trained": "step <= :through",
     "rollouts": "finished_seq IN (SELECT finished_seq FROM temp.settled)",
 }
 
@@ -134,7 +135,13 @@ def archived_through(connection: sqlite3.Connection) -> int:
 
 
 def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
-    """Shadows the log's tables with tables that include its archive. Raises `RunDirError`."""
+    """Shadows the log's tables with tables that include its archive, and adds empty ones that it lacks.
+
+    Raises `RunDirError`.
+    """
+    for table in _columns().keys() - _tables(connection):  # a log of an earlier format
+        connection.execute(f"CREATE TEMP TABLE later_{table}({', '.join(_columns()[table])})")
+        connection.execute(f"CREATE TEMP VIEW {table} AS SELECT * FROM temp.later_{table}")
     names = connection.execute("SELECT name FROM shards ORDER BY through")
     attach_files(connection, [run_dir / FOLDER / name for (name,) in names])
 
@@ -146,6 +153,7 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
     missing = next((file for file in files if not file.is_file()), None)
     if missing is not None:
         raise RunDirError(f"{missing} is missing: steps of the log were moved there")
+    there = _tables(connection)
     for table, columns in _columns().items():
         if table != "rollouts":
             lazy = ", shard, row_group" if table == "groups" else ""
@@ -153,7 +161,8 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
             for column in _INDEXED.get(table, ()):
                 connection.execute(f"CREATE INDEX temp.{table}_by_{column} ON all_{table}({column})")
             into = f"INSERT INTO temp.all_{table}({', '.join(columns)})"
-            connection.execute(f"{into} SELECT {', '.join(columns)} FROM main.{table}")
+            if table in there:
+                connection.execute(f"{into} SELECT {', '.join(columns)} FROM main.{table}")
     connection.execute(
         "CREATE TEMP TABLE archived(finished_seq, position, shard, row_group, PRIMARY KEY(finished_seq, position))"
     )
@@ -171,7 +180,13 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
         "archived_value(shard, row_group, finished_seq, position) FROM temp.archived"
     )
     for table, select in views.items():
+        connection.execute(f"DROP VIEW IF EXISTS temp.{table}")
         connection.execute(f"CREATE TEMP VIEW {table} AS {select}")
+
+
+def _tables(connection: sqlite3.Connection) -> set[str]:
+    """Names of the log's own tables."""
+    return {name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")}
 
 
 def archived_value(files: Sequence[Path]) -> Callable[[int | None, int | None, int, int | None], bytes | None]:

@@ -257,6 +257,10 @@ class Buffer:
         """Records a Version's checksum. False when an earlier record of it differs: a replay was not exact."""
         return await self._writer.commit(lambda c: log.insert_version(c, version, checksum))
 
+    async def record_weights(self, step: int, weights: str) -> bool:
+        """Records the weights after a step. False when an earlier record of them differs: a replay was not exact."""
+        return await self._writer.commit(lambda c: log.insert_weights(c, step, weights))
+
     async def sync(self) -> None:
         """Makes all commits survive the loss of power, in one file.
 

@@ -5,6 +5,7 @@
     ended      it failed or was dropped        with the reason; a group that finished may still be dropped
     consumed   it was trained on               finished_seq is the key: a second use cannot be recorded
     steps      the Version under which one training step consumed, and the Version after it
+    trained    fingerprints of the weights after the steps, once the trainer has taken them
     published  checksums of the Versions
     shards     files of the archive, and the last step that each holds
 
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 
 from shoal.staleness import Late, Staleness
 
-FORMAT = "2"
+FORMAT = "3"
+BEFORE = {"2": "CREATE TABLE trained(step INTEGER NOT NULL, weights TEXT NOT NULL);"}
+"""Earlier formats, and the statement that makes a log of each one of this format."""
 SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE started(
@@ -36,6 +39,7 @@ CREATE TABLE consumed(
     horizon INTEGER NOT NULL, trained_from INTEGER, masked_tokens INTEGER NOT NULL);
 CREATE UNIQUE INDEX consumed_in_step ON consumed(step, position);
 CREATE TABLE steps(step INTEGER PRIMARY KEY, version INTEGER NOT NULL, version_after INTEGER NOT NULL);
+CREATE TABLE trained(step INTEGER NOT NULL, weights TEXT NOT NULL);
 CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE shards(name TEXT PRIMARY KEY, through INTEGER NOT NULL);
 """

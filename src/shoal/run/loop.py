@@ -101,7 +101,7 @@ class TrainLoop:
                 both.create_task(self._compare_engines())
                 encoding = both.create_task(self._external_groups(version))
         groups, external = taking.result(), encoding.result()
-        rows = await policy.rows([*groups, *external])
+        rows = await policy.rows([*groups, *external], version)
         with metrics.waiting("train_s"):
             stats = await self._record_and_train(step, groups, external, rows, new_version=new_version)
         await asyncio.to_thread(self._tokens_files.prune)
@@ -125,7 +125,7 @@ class TrainLoop:
     async def _record_and_train(
         self, step: int, groups: Sequence[Group], external: Sequence[Group], rows: StepRows, *, new_version: bool
     ) -> StepStats:
-        """Commits the step to the log while the trainer takes it; both are done on return."""
+        """Commits the step to the log while the trainer takes it, then the fingerprint of its weights."""
         version, ids = self.policy.version, [group.id for group in groups]
         after = version + 1 if new_version else version
         recording = self._buffer.consumed(
@@ -135,8 +135,10 @@ class TrainLoop:
         file = self._tokens_files.wanted(step + 1, list(rows.of_group))
         async with asyncio.TaskGroup() as both:
             both.create_task(recording)
-            trained = both.create_task(self.policy.train(rows, since_push=since_push, tokens_file=file))
-        return trained.result()
+            trained = both.create_task(self.policy.train(rows, version, since_push=since_push, tokens_file=file))
+        stats = trained.result()
+        await self._buffer.record_weights(step, stats.weights)
+        return stats
 
     def _warn(self, name: str, step: int, reason: str) -> None:
         """Records a warning as an event of the step, if there is one."""

@@ -11,8 +11,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.config import Config
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.experience.buffer import Buffer
+from shoal.experience.schema import StepRecord
 from shoal.interfaces import Runner, Scorer
 from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.run.dynamic_sampling import informative_groups
@@ -56,16 +58,63 @@ class StepRows:
     """Masked late tokens by task."""
 
 
-class Policy:
+class Steps:
+    """A trainer that takes steps on groups. Invariant: rows depend on the configuration, the groups and the Version."""
+
+    def __init__(self, config: Config, trainer: StepTrainer, teacher: TextTeacher | None) -> None:
+        self.config, self.trainer, self.teacher = config, trainer, teacher
+
+    async def rows(self, groups: Sequence[Group], version: int) -> StepRows:
+        """Builds the rows of groups for training under `version`."""
+        config = self.config
+        groups = mixed(groups, lambda group: group.external, config.train.minibatches)  # no update is theirs alone
+        samples = step_samples(groups, config.train, config.rollout.max_tokens)
+        if self.teacher is not None:
+            samples = await self.teacher.taught(samples)
+        rows = StepRows({group.id: of_group for group, of_group in zip(groups, samples, strict=True)})
+        oldest = config.asynchrony.staleness.masked_below(version)
+        for group in groups:
+            if group.external:
+                rows.of_group[group.id] = external_rows(rows.of_group[group.id], config.swarm.credit)
+            if oldest:
+                rows.of_group[group.id], late = mask_tokens(rows.of_group[group.id], oldest)
+                rows.late_tokens[group.task.service] += late
+        return rows
+
+    async def train(
+        self, rows: StepRows, version: int, *, since_push: int, tokens_file: TokensFile | None = None
+    ) -> StepStats:
+        """Has the trainer take one step, `since_push` steps after `version` was written."""
+        return await self.trainer.step(list(rows.of_group.values()), version, since_push, tokens_file=tokens_file)
+
+    async def repeat(
+        self, record: StepRecord, groups: Sequence[Group], tokens_file: TokensFile | None = None
+    ) -> StepStats:
+        """Takes a recorded step again; the caller then writes its Version, if it had one."""
+        rows, since_push = await self.rows(groups, record.version), record.step % self.config.train.push_every
+        return await self.train(rows, record.version, since_push=since_push, tokens_file=tokens_file)
+
+    async def write_model(self, model_dir: Path, target: Path) -> Path:
+        """Writes the trained model with the other files of `model_dir`, and an adapter below it; returns `target`."""
+        skip = shutil.ignore_patterns("*.safetensors*")
+        await asyncio.to_thread(shutil.copytree, model_dir, target, dirs_exist_ok=True, ignore=skip)
+        await self.trainer.write_version(target / FILE, push=False)
+        if self.config.train.lora.rank:  # in the folder of the merged model, transformers would add it once more
+            (target / "adapter").mkdir(exist_ok=True)
+            await self.trainer.write_version(target / "adapter" / ADAPTER_FILE, push=False)
+        return target
+
+
+class Policy(Steps):
     """Model that answers, trains and serves its new weights as the caller decides.
 
     Invariant: without a late policy other than "drop", no group has a token older than `version - max_staleness`.
     """
 
     def __init__(self, parts: PolicyParts) -> None:
-        self.prepared, self.config = parts.prepared, parts.prepared.config
-        self.engine, self.trainer, self.buffer = parts.engine, parts.trainer, parts.buffer
-        self.runner, self.scorer, self.teacher = parts.runner, parts.scorer, parts.teacher
+        super().__init__(parts.prepared.config, parts.trainer, parts.teacher)
+        self.prepared, self.engine, self.buffer = parts.prepared, parts.engine, parts.buffer
+        self.runner, self.scorer = parts.runner, parts.scorer
         self.own_engines, self.draw = parts.own_engines, parts.draw
         version = parts.buffer.recovered.version
         self.versions = ServedVersions(parts.prepared, parts.engine, parts.trainer, parts.buffer, parts.store, version)
@@ -91,7 +140,8 @@ class Policy:
 
     async def step(self, groups: Sequence[Group]) -> StepStats:
         """Trains one step on the groups. The engine keeps its weights."""
-        stats = await self.train(await self.rows(groups), since_push=self._since_push)
+        rows = await self.rows(groups, self.version)
+        stats = await self.train(rows, self.version, since_push=self._since_push)
         self._since_push += 1
         return stats
 
@@ -110,48 +160,12 @@ class Policy:
 
     async def save(self, directory: str | os.PathLike[str]) -> Path:
         """Writes the trained model as a Hugging Face directory, with merged adapters, which `adapter/` has too."""
-        target = await asyncio.to_thread(lambda: Path(directory).absolute())
-        skip = shutil.ignore_patterns("*.safetensors*")
-        await asyncio.to_thread(shutil.copytree, self.prepared.model_dir, target, dirs_exist_ok=True, ignore=skip)
-        await self.trainer.write_version(target / FILE, push=False)
-        if self.config.train.lora.rank:  # in the folder of the merged model, transformers would add it once more
-            (target / "adapter").mkdir(exist_ok=True)
-            await self.trainer.write_version(target / "adapter" / ADAPTER_FILE, push=False)
-        return target
+        return await self.write_model(self.prepared.model_dir, await asyncio.to_thread(Path(directory).absolute))
 
     async def take(self) -> list[Group]:
         """Takes the groups of one step from the buffer."""
         take = informative_groups if self.config.train.dynamic_sampling else Buffer.take
         return await take(self.buffer, self.config.train.groups_per_step, self.version)
-
-    async def rows(self, groups: Sequence[Group], version: int | None = None) -> StepRows:
-        """Builds the rows of groups for training under `version`, by default the newest."""
-        config, version = self.config, self.version if version is None else version
-        groups = mixed(groups, lambda group: group.external, config.train.minibatches)  # no update is theirs alone
-        samples = step_samples(groups, config.train, config.rollout.max_tokens)
-        if self.teacher is not None:
-            samples = await self.teacher.taught(samples)
-        rows = StepRows({group.id: of_group for group, of_group in zip(groups, samples, strict=True)})
-        oldest = config.asynchrony.staleness.masked_below(version)
-        for group in groups:
-            if group.external:
-                rows.of_group[group.id] = external_rows(rows.of_group[group.id], config.swarm.credit)
-            if oldest:
-                rows.of_group[group.id], late = mask_tokens(rows.of_group[group.id], oldest)
-                rows.late_tokens[group.task.service] += late
-        return rows
-
-    async def train(
-        self,
-        rows: StepRows,
-        version: int | None = None,
-        *,
-        since_push: int,
-        tokens_file: TokensFile | None = None,
-    ) -> StepStats:
-        """Has the trainer take one step, `since_push` steps after `version` was written."""
-        version = self.version if version is None else version
-        return await self.trainer.step(list(rows.of_group.values()), version, since_push, tokens_file=tokens_file)
 
     async def aclose(self) -> None:
         """Stops sampling."""

@@ -83,7 +83,7 @@ class StepMetrics:
             "engine_busy": self._watch.busy_share,
             "trainer_busy": min(1.0, self.busy_s / elapsed_s),
             **{f"staleness/{k}": staleness.count(k) for k in range(totals.staleness_max + 1)},
-            **_stats_values(stats),
+            **stats_values(stats),
             "informative_share": fmean(is_informative(group, self._returns) for group in groups),
             "length_mean": fmean(rollout.sampled_tokens for rollout in finished),
             "late_tokens": late_tokens.total(),
@@ -100,7 +100,7 @@ class StepMetrics:
         return values
 
 
-def _stats_values(stats: StepStats) -> dict[str, float]:
+def stats_values(stats: StepStats) -> dict[str, float]:
     """Metrics of the trainer's part of a step."""
     measured = asdict(stats)
     return {

@@ -80,6 +80,8 @@ class StepStats:
     """Optimizer updates taken."""
     refused_updates: Annotated[int, "Updates of the step that were not taken because the gradient was not finite."]
     seconds: float
+    weights: str = ""
+    """Fingerprint of the trained weights after the step (`trainer.fingerprint`)."""
 
 
 Logprobs: TypeAlias = tuple[tuple[float, ...], ...]
@@ -131,6 +133,12 @@ class Step(msgspec.Struct, frozen=True, tag=True):
     tokens_file: TokensFile | None = None
     group_sizes: tuple[int, ...] = ()
     """Rows of each group, for `tokens_file`."""
+
+
+class WeighGroups(msgspec.Struct, frozen=True, tag=True):
+    """Request to take a step, and to tell each group's influence on it (`trainer.influence`)."""
+
+    step: Step
 
 
 class ComputeLogprobs(msgspec.Struct, frozen=True, tag=True):
@@ -256,7 +264,7 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     value: StepStats | Logprobs | float
     """Statistics of a `Step`, logprobs of `ComputeLogprobs`, tokens of a micro-batch for `StartTrainer`, norm of the
-    gradient for `OptimStep`; otherwise seconds."""
+    gradient for `OptimStep`; otherwise seconds. `WeighGroups` gets two numbers for each group."""
     updates: int = 0
     """Updates that the model of the request has taken."""
 
@@ -284,7 +292,7 @@ class Accumulated(msgspec.Struct, frozen=True, tag=True):
     parts: tuple[GradientDone | TrainerFailed, ...]
 
 
-OfRun: TypeAlias = StartTrainer | Step | ComputeLogprobs | FinishSave
+OfRun: TypeAlias = StartTrainer | Step | WeighGroups | ComputeLogprobs | FinishSave
 OfModel: TypeAlias = Open | Close | OptimStep | WriteVersion | SaveCheckpoint | LoadCheckpoint
 Request: TypeAlias = OfRun | OfModel | Accumulate
 Answer: TypeAlias = Done | Accumulated | TrainerFailed

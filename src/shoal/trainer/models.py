@@ -68,6 +68,16 @@ class TrainedModel:
         """Number of optimizer updates taken."""
         return self._optimizer.updates
 
+    @property
+    def optimizer(self) -> Optimizer:
+        """Optimizer of the trained parameters."""
+        return self._optimizer
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks that hold the model."""
+        return self._ranks.count
+
     def tensors(self) -> dict[str, Tensor]:
         """Weights by name, float32, tied ones once, sharded with several ranks; adapters are merged."""
         return merged_tensors(self.model, self.adapters, self.owner)

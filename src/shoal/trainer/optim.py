@@ -108,6 +108,38 @@ class Optimizer:
         """Clears the gradient accumulated since the last update."""
         self._adam.zero_grad()
 
+    def gradients(self) -> dict[nn.Parameter, Tensor]:
+        """Accumulated gradients, which the optimizer then forgets."""
+        found = {p: p.grad for p in self._named.values() if p.grad is not None}
+        self._adam.zero_grad()
+        return found
+
+    @torch.no_grad()
+    def sensitivity(
+        self, gradients: Mapping[nn.Parameter, Tensor]
+    ) -> tuple[float, dict[nn.Parameter, tuple[Tensor, Tensor]]]:
+        """Factor by which `update` would shorten these gradients, and the change that it would make to each parameter.
+
+        With each change comes its derivative by the shortened gradient. The decay of weights is left out.
+
+        With m and v the moments after the update:  change = -lr m^ / (sqrt(v^) + eps),  both corrected for their bias.
+        """
+        norm = float(nn.utils.get_total_norm(list(gradients.values())))
+        clip = min(1.0, (self._config.max_grad_norm or math.inf) / max(norm, 1e-30))
+        lr, found = learning_rate(self._config, self.updates, self._since_reset), {}
+        for group in self._adam.param_groups:
+            rate, eps, (beta, beta_sq) = lr * group["peak"] / self._config.lr, group["eps"], group["betas"]
+            for parameter in (one for one in group["params"] if one in gradients):
+                state, g = self._adam.state.get(parameter, {}), gradients[parameter] * clip
+                step = float(state.get("step", 0.0)) + 1
+                first, second = (1 - beta) / (1 - beta**step), (1 - beta_sq) / (1 - beta_sq**step)
+                mean, square = (state[key].to(g.device) if state else torch.zeros_like(g) for key in MOMENTS)
+                mean = first * (g + beta / (1 - beta) * mean)
+                root = (second * (g.square() + beta_sq / (1 - beta_sq) * square)).sqrt()
+                slope = first - mean * second * g / (root * (root + eps)).clamp(min=1e-30)
+                found[parameter] = -rate * mean / (root + eps), -rate * slope / (root + eps)
+        return clip, found
+
     def update(self) -> Update:
         """Clips the accumulated gradient, takes one update and clears the gradient."""
         lr = learning_rate(self._config, self.updates, self._since_reset)

@@ -86,8 +86,10 @@ class StepTotals:
         self._sums = dict(zip(SUMS, sums, strict=True))
         ranks.largest(self._largest)
 
-    def stats(self, updates: Sequence[Update], minibatches: Sequence[Minibatch], seconds: float) -> StepStats:
-        """Statistics of a step of some updates, each of one minibatch."""
+    def stats(
+        self, updates: Sequence[Update], minibatches: Sequence[Minibatch], seconds: float, weights: str
+    ) -> StepStats:
+        """Statistics of a step of some updates, each of one minibatch; `weights` is their fingerprint after it."""
         sums = {name: float(total) for name, total in self._sums.items()}
         taken = [update for update in updates if update.taken]
         trained = sums["trained"] or math.inf
@@ -115,6 +117,7 @@ class StepTotals:
             updates=len(taken),
             refused_updates=len(updates) - len(taken),
             seconds=seconds,
+            weights=weights,
         )
 
 

@@ -26,6 +26,7 @@ from shoal.model.tensor_files import Tensors
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
 from shoal.trainer import critic, packing
 from shoal.trainer.advantage import normalised_after_kl
+from shoal.trainer.fingerprint import fingerprint
 from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.models import TrainedModel
@@ -146,14 +147,41 @@ class Trainer(TrainedModel):
         `tokens_file` gets the numbers of each trained token. Raises `TrainerError` for rows that this model cannot
         read, on every rank.
         """
-        started, shares, tokens_file = time.perf_counter(), step.shares, step.tokens_file
-        version, since_push = step.version, step.since_push
-        self._check([row for share in shares for batch in share.batches for row in batch.rows])
+        started, tokens_file = time.perf_counter(), step.tokens_file
+        totals = StepTotals(self.device, TokenNumbers() if tokens_file else None)
+        minibatches, wants_prox = self.ready(step, totals)
+        updates: list[Update] = []
+        for k, minibatch in enumerate(minibatches):
+            at = Moment(step.version, step.since_push, taken=len(updates))
+            self.accumulate(minibatch, totals, at, fresh=k == 0 or wants_prox)
+            # Without a gradient nothing is learned: moments and schedule stay unchanged.
+            if minibatch.informative:
+                updates.append(self.take_update())
+        totals.add_up(self._ranks)
+        if totals.tokens is not None and tokens_file is not None:
+            totals.tokens.write(tokens_file, list(step.group_sizes), self._ranks.index)
+        weights = fingerprint(self._trained(), self._ranks)
+        return totals.stats(updates, minibatches, time.perf_counter() - started, weights)
+
+    def take_update(self) -> Update:
+        """Takes one update with the accumulated gradient, and clears that."""
+        update = self._optimizer.update()
+        lay_out(self._forward)
+        return update
+
+    @property
+    def loss_mean(self) -> packing.Mean:
+        """Denominator of the loss."""
+        return packing.loss_mean(self._config)
+
+    def ready(self, step: Step, totals: StepTotals) -> tuple[list[Minibatch], bool]:
+        """Packed rows of each update of a step with all that is computed before the first one, and whether these are
+        the proximal logprobs too."""
+        self._check([row for share in step.shares for batch in share.batches for row in batch.rows])
         self._optimizer.clear_gradient()  # a failed step may have left a part of it
-        minibatches = [self._packed(share) for share in shares]
+        minibatches = [self._packed(share) for share in step.shares]
         loss = self._config.loss
         wants_prox = isinstance(loss, DecoupledLoss) and loss.behaviour_correction != "log_linear"
-        totals = StepTotals(self.device, TokenNumbers() if tokens_file else None)
         if self._value_head is not None:
             minibatches = [_changed(minibatch, self._with_gae) for minibatch in minibatches]
             batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.idle]
@@ -166,18 +194,7 @@ class Trainer(TrainedModel):
             minibatches[1:] = [_changed(minibatch, self._with_prox) for minibatch in minibatches[1:]]
         if normalised_after_kl(self._config):
             minibatches = self._normalised([_changed(minibatch, self._less_kl) for minibatch in minibatches])
-        updates: list[Update] = []
-        for k, minibatch in enumerate(minibatches):
-            at = Moment(version, since_push, taken=len(updates))
-            self.accumulate(minibatch, totals, at, fresh=k == 0 or wants_prox)
-            # Without a gradient nothing is learned: moments and schedule stay unchanged.
-            if minibatch.informative:
-                updates.append(self._optimizer.update())
-                lay_out(self._forward)
-        totals.add_up(self._ranks)
-        if totals.tokens is not None and tokens_file is not None:
-            totals.tokens.write(tokens_file, list(step.group_sizes), self._ranks.index)
-        return totals.stats(updates, minibatches, time.perf_counter() - started)
+        return minibatches, wants_prox
 
     def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens.

@@ -50,6 +50,7 @@ from shoal.trainer.messages import (
     StepStats,
     TokensFile,
     TrainerFailed,
+    WeighGroups,
     WriteVersion,
     answer_from,
     request_from,
@@ -151,6 +152,14 @@ class TrainerProcess:
         shares, sizes = await asyncio.to_thread(self._packer.step, groups), tuple(map(len, groups))
         return await self._ask(StepStats, *(Step(share, version, since_push, tokens_file, sizes) for share in shares))
 
+    async def influences(
+        self, groups: Sequence[tuple[Sample, ...]], version: int, since_push: int
+    ) -> list[tuple[float, float]]:
+        """Takes a step as `step` does; gives each group's influence on it and its part along the update."""
+        (share,) = await asyncio.to_thread(self._packer.step, groups)
+        found = await self._ask(tuple, WeighGroups(Step(share, version, since_push, None, tuple(map(len, groups)))))
+        return [(influence, along) for influence, along in found]
+
     async def logprobs(self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Logprobs:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
         return await self._ask(tuple, ComputeLogprobs(tuple(map(tuple, rows)), temperature))
@@ -210,7 +219,7 @@ class TrainerProcess:
 
     async def _asked(self, rank: Worker, request: Request) -> Answer:
         request, folders = _placed(request, rank)
-        has_rows = isinstance(request, Step | ComputeLogprobs | Accumulate)  # long ones take long
+        has_rows = isinstance(request, Step | WeighGroups | ComputeLogprobs | Accumulate)  # long ones take long
         frame = await asyncio.to_thread(wire.encode, request) if has_rows else wire.encode(request)
         try:
             return answer_from(await rank.call(frame, self._timeout_s, **folders))
@@ -311,6 +320,10 @@ def answer_to(request: Request, models: "TrainedModels") -> StepStats | Logprobs
     match request:
         case Step():
             return _of_run(models).carry_out(request)
+        case WeighGroups(step):
+            from shoal.trainer.influence import influences
+
+            return influences(_of_run(models), step)
         case ComputeLogprobs(rows, temperature):
             return tuple(map(tuple, _of_run(models).logprobs(rows, temperature)))
         case Open():

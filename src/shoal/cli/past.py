@@ -1,0 +1,93 @@
+"""`shoal replay`, `whatif` and `why`: compute a run again from its log. Steps count from 1."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shoal.cli.output import JsonFlag, printable
+from shoal.cli.overrides import HELP, WithSettings
+from shoal.cli.runs import RunArgument
+
+
+def replay(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(min=1, help="The step to take again.")],
+    to: Annotated[int | None, typer.Option(min=1, help="The last of a range of steps.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Take logged steps again from the nearest checkpoint, and compare weights and statistics; exit code 1 if they
+    differ."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands.replay import Repeated, replay_steps
+
+    def show(one: Repeated) -> None:
+        if not json_:
+            print(one.sentence, flush=True)
+
+    found = run_blocking(replay_steps(run, step - 1, (to or step) - 1, show))
+    differ = [one.step + 1 for one in found if not one.same]
+    unrecorded = sum(one.recorded is None for one in found)
+    if json_:
+        weights = {one.step + 1: one.weights for one in found}
+        print(json.dumps({"steps": len(found), "differ": differ, "unrecorded": unrecorded, "weights": weights}))
+    elif unrecorded:
+        print(f"{unrecorded} of {len(found)} steps have no recorded weights: an earlier Shoal trained them")
+    else:
+        print(f"{len(found) - len(differ)} of {len(found)} steps have the same bits as in the run")
+    raise typer.Exit(int(bool(differ)))
+
+
+def whatif(
+    context: typer.Context,
+    run: RunArgument,
+    first: Annotated[int, typer.Option("--from", min=1, help="The first step to train anew.")],
+    until: Annotated[int, typer.Option(min=1, help="The last one.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for metrics and model, for shoal view and compare.")
+    ] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Train logged groups again under another loss, advantage, rate or filter, such as --train.loss=cispo."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands.whatif import OtherStep, curves, summary, what_if
+
+    def show(one: OtherStep) -> None:
+        if not json_:
+            print(one.sentence, flush=True)
+
+    found = run_blocking(what_if(run, first - 1, until - 1, context.obj, show, out))
+    if json_:
+        print(json.dumps(summary(found)))
+        return
+    print("\n".join(curves(found)))
+    if doubtful := [one.step + 1 for one in found if not one.believable]:
+        print(f"from step {doubtful[0]} on this policy would have given other answers: believe only what is before")
+
+
+def why(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(min=1, help="The step to explain.")],
+    json_: JsonFlag = False,
+) -> None:
+    """Tell what moved the weights in a step: its groups by influence, and what was clipped, late or changed."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands.why import HEADS, reasons
+
+    found = run_blocking(reasons(run, step - 1))
+    if json_:
+        print(json.dumps(found.values))
+        return
+    print("\n".join(printable(line) for line in found.sentences), end="\n\n")
+    rows = [HEADS, *(one.row for one in found.groups)]
+    widths = [max(len(printable(row[column])) for row in rows) for column in range(len(HEADS))]
+    for row in rows:
+        print("  ".join(printable(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def add_to(app: typer.Typer, panel: str) -> None:
+    """Adds these commands to a panel of the command line's help."""
+    app.command(rich_help_panel=panel)(replay)
+    app.command(cls=WithSettings, epilog=HELP, rich_help_panel=panel)(whatif)
+    app.command(rich_help_panel=panel)(why)

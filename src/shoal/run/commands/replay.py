@@ -1,0 +1,200 @@
+"""`shoal replay`: logged steps are taken again on their logged groups, and compared with what the run recorded."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from sqlite3 import Connection
+from tempfile import TemporaryDirectory
+
+from shoal.config import Config, load
+from shoal.errors import RunDirError
+from shoal.experience import log
+from shoal.experience.checkpoint import checkpoints
+from shoal.experience.schema import StepRecord
+from shoal.model.renderer_loading import load_renderer
+from shoal.observe.metrics import Record, read_records
+from shoal.run.machine.devices import Threads, devices_of
+from shoal.run.policy import Steps
+from shoal.run.prepare import model_directory
+from shoal.run.teacher import text_teacher
+from shoal.trainer.messages import STATS_MEANINGS, StepStats, TokensFile
+from shoal.trainer.worker import TrainerProcess, local_ranks
+from shoal.types import Group
+
+BEGINNING = -1
+"""The step before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedSteps:
+    """Steps of a run as its log and its metrics have them. Steps count from 0 here, and from 1 for people."""
+
+    run_dir: Path
+    connection: Connection
+    records: dict[int, StepRecord]
+    metrics: dict[int, Record]
+    """Metrics of each step, where the run wrote them."""
+
+    def groups(self, step: int) -> list[Group]:
+        """Groups of a step, in training order."""
+        return log.read_step(self.connection, step)
+
+    def weights(self, step: int) -> str | None:
+        """Fingerprint of the weights after a step, if the run recorded it."""
+        return log.weights_of(self.connection, step)
+
+    def between(self, first: int, last: int) -> list[StepRecord]:
+        """Records of the steps `first` to `last`. Raises `RunDirError` for steps that the log does not have."""
+        if first > last or first not in self.records or last not in self.records:
+            raise RunDirError(
+                f"--step: expected steps of {self.run_dir}, whose log has 1 to {len(self.records)}, "
+                f"got {first + 1} to {last + 1}"
+            )
+        return [self.records[step] for step in range(first, last + 1)]
+
+
+@contextmanager
+def reading_steps(run_dir: Path) -> Iterator[LoggedSteps]:
+    """Opens the log of a run at one moment. Raises `RunDirError`."""
+    metrics = read_records(run_dir / "metrics.jsonl")
+    of_step = {int(str(one["step"])) - 1: one for one in metrics if one["kind"] == "step"}
+    with log.snapshot(run_dir) as connection:
+        records = {one.step: one for one in log.read_steps(connection)}
+        yield LoggedSteps(run_dir, connection, records, of_step)
+
+
+@dataclass(slots=True)
+class Replay:
+    """A trainer that goes to any step of a run and takes it again.
+
+    Invariant: after `go_after(step)` its weights and moments are the run's after that step, on the run's hardware.
+    """
+
+    logged: LoggedSteps
+    steps: Steps
+    trainer: TrainerProcess
+    folder: Path
+    """Folder of saved states, which goes with the replay."""
+    at: int | None = BEGINNING
+    """The step whose outcome the trainer holds; None once it has been trained on anything else."""
+    saved: dict[int, Path] = field(default_factory=dict)
+
+    async def save(self) -> Path:
+        """Saves the present state; `go_after` then begins there. Returns its folder."""
+        directory = self.folder / f"state-{self.at}"
+        directory.mkdir()
+        await self.trainer.save(directory)
+        if self.at is not None:
+            self.saved[self.at] = directory
+        return directory
+
+    async def go_after(self, step: int) -> None:
+        """Brings the trainer to the end of a step: from the nearest saved state before it, by the logged steps."""
+        nearest = max(saved for saved in self.saved if saved <= step)
+        if self.at is None or not nearest <= self.at <= step:
+            await self.trainer.load(self.saved[nearest])
+            self.at = nearest
+        while self.at < step:
+            await self.take(self.logged.records[self.at + 1])
+
+    async def take(
+        self, record: StepRecord, groups: Sequence[Group] | None = None, tokens_file: TokensFile | None = None
+    ) -> StepStats | None:
+        """Takes a recorded step from the present state, on its logged groups unless others are given; without any the
+        weights stay."""
+        as_logged = groups is None and self.at == record.step - 1
+        self.at = None
+        given = self.logged.groups(record.step) if groups is None else groups
+        stats = await self.steps.repeat(record, given, tokens_file) if given else None
+        if record.version_after != record.version:
+            await self.trainer.write_version(None)
+        self.at = record.step if as_logged else None
+        return stats
+
+    async def weigh(self, record: StepRecord) -> dict[str, tuple[float, float]]:
+        """Takes a step on its logged groups; gives each group's influence on it, and its part along the update."""
+        rows, since_push = await self.steps.rows(self.logged.groups(record.step), record.version), record.step
+        since_push %= self.steps.config.train.push_every
+        self.at = None
+        found = await self.trainer.influences(list(rows.of_group.values()), record.version, since_push)
+        return dict(zip(rows.of_group, found, strict=True))
+
+
+@asynccontextmanager
+async def opened_replay(
+    logged: LoggedSteps, overrides: Sequence[str] = (), threads: int | None = None
+) -> AsyncIterator[Replay]:
+    """Starts a trainer for the run's steps, with its own settings or others. Raises a `ShoalError`."""
+    config = settings_of(logged.run_dir, overrides)
+    model_dir, threads = await asyncio.to_thread(model_directory, config.model.path), threads or Threads().trainer
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="shoal-replay-")))
+        ranks = local_ranks(folder / "trainer.log", threads, config.train.ranks, devices_of(config).ranks, advice="")
+        trainer = TrainerProcess(await stack.enter_async_context(ranks), advice="")
+        await trainer.start(model_dir, config, threads)
+        teacher = await stack.enter_async_context(text_teacher(config.train, load_renderer(model_dir)))
+        replay = Replay(logged, Steps(config, trainer, teacher), trainer, folder)
+        await replay.save()
+        replay.saved |= {one.step: one.path for one in checkpoints(logged.run_dir)}
+        yield replay
+
+
+def settings_of(run_dir: Path, overrides: Sequence[str]) -> Config:
+    """Settings of a run, and others in place of some."""
+    return load(run_dir / "resolved.toml", [f"run_dir={json.dumps(str(run_dir))}", *overrides])
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A step that was taken again."""
+
+    step: int
+    weights: str
+    recorded: str | None
+    """Fingerprint in the log, or None."""
+    other: dict[str, tuple[float, float]]
+    """Statistics that differ from those of the run: recorded and repeated."""
+
+    @property
+    def same(self) -> bool:
+        """Whether nothing that the run recorded differs."""
+        return self.recorded in (None, self.weights) and not self.other
+
+    @property
+    def sentence(self) -> str:
+        """One line for people."""
+        known = {None: "not recorded", self.weights: "the same bits"}.get(self.recorded, f"DIFFER from {self.recorded}")
+        others = "".join(f"; {name} {old!r} became {new!r}" for name, (old, new) in self.other.items())
+        return f"step {self.step + 1}: weights {self.weights} {known}{others or '; all statistics equal'}"
+
+
+def differing(stats: StepStats, recorded: Record) -> dict[str, tuple[float, float]]:
+    """Statistics that differ from a recorded step's; those that either lacks are left out."""
+    values = asdict(stats)
+    pairs = {name: (recorded.get(name), values[name]) for name in STATS_MEANINGS}
+    return {
+        name: (float(old), float(new))
+        for name, (old, new) in pairs.items()
+        if isinstance(old, int | float) and isinstance(new, int | float) and old != new
+    }
+
+
+async def replay_steps(
+    run_dir: Path, first: int, last: int, show: Callable[[Repeated], None], threads: int | None = None
+) -> list[Repeated]:
+    """Takes the steps `first` to `last` of a run again, counted from 0, and shows each. Raises a `ShoalError`."""
+    found = []
+    with reading_steps(run_dir) as logged:
+        records = logged.between(first, last)
+        async with opened_replay(logged, threads=threads) as replay:
+            await replay.go_after(first - 1)
+            for record in records:
+                stats = await replay.take(record)
+                assert stats is not None, "a logged step has groups"
+                other = differing(stats, logged.metrics.get(record.step, {}))
+                found.append(Repeated(record.step, stats.weights, logged.weights(record.step), other))
+                show(found[-1])
+    return found

@@ -1,0 +1,107 @@
+"""A run is trained again under other settings, and its steps and groups are weighed and searched."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from command import shoal
+from shoal.config import Config
+from shoal.experience.log import read, read_step, weights_of
+from shoal.run.commands.replay import settings_of
+from shoal.trainer.advantage import step_samples
+from shoal.trainer.fingerprint import fingerprint
+from shoal.trainer.ranks import ALONE
+from shoal.trainer.trainer import Trainer
+from shoal.types import Group
+from train_runs import start
+
+STEPS = 12
+SETTINGS = (
+    f"--train.steps={STEPS}",
+    "--train.groups_per_step=8",
+    "--train.advantage=grpo_no_std",
+    "--train.max_grad_norm=0",
+    "--checkpoint.every_steps=5",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
+    """A run of twelve steps of eight groups."""
+    folder = tmp_path_factory.mktemp("machine")
+    process = start(folder, tiny_model_dir, *SETTINGS)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return folder / "run"
+
+
+def groups_of(run: Path, step: int) -> list[Group]:
+    return read(run, lambda connection: read_step(connection, step))
+
+
+def trained(
+    config: Config, model: Path, state: Path | None, steps: dict[int, list[Group]], done: Callable[[int, Trainer], None]
+) -> None:
+    """Trains groups in this process, as a run with these settings does."""
+    trainer = Trainer(model, config.model, config.train, config.rollout.temperature, config.rollout.max_tokens)
+    if state is not None:
+        trainer.load(state)
+    for step, groups in steps.items():
+        trainer.step(step_samples(groups, config.train, config.rollout.max_tokens), step, 0)
+        trainer.count_push()
+        done(step, trainer)
+
+
+def test_a_what_if_with_equal_settings_is_the_run(run: Path) -> None:
+    done = shoal("whatif", str(run), "--from=3", "--until=11", "--json")
+    values = json.loads(done.stdout.splitlines()[-1])
+    recorded = {str(step + 1): read(run, lambda c, at=step: weights_of(c, at)) for step in range(2, 11)}
+    assert values["weights"] == recorded
+
+
+def test_a_what_if_with_other_settings_is_a_rerun_on_the_same_data(
+    run: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    other = ("--train.loss=cispo", "--train.advantage=rloo", "--train.lr=3e-3")
+    out = tmp_path / "out"
+    done = shoal("whatif", str(run), "--from=1", "--until=6", *other, f"--out={out}", "--json")
+    values = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, str] = {}
+
+    def keep(step: int, trainer: Trainer) -> None:
+        found[str(step + 1)] = fingerprint(trainer.tensors(), ALONE)
+
+    torch.set_num_threads(1)
+    steps = {step: groups_of(run, step) for step in range(6)}
+    trained(settings_of(run, other), tiny_model_dir, None, steps, keep)
+    assert values["weights"] == found
+    assert values["weights"]["6"] != read(run, lambda connection: weights_of(connection, 5))
+    assert 0 < values["ess_least"] < 1
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert (out / "model" / "model.safetensors").is_file()
+
+
+def test_a_policy_far_from_the_run_is_not_believed_and_a_filter_leaves_groups_out(run: Path) -> None:
+    far = shoal("whatif", str(run), "--from=1", "--until=8", "--train.lr=0.1")
+    assert "too small to believe" in far.stdout
+    assert "believe only what is before" in far.stdout.splitlines()[-1]
+    filtered = shoal("whatif", str(run), "--from=1", "--until=4", "--train.dynamic_sampling=true")
+    assert "groups left out" in filtered.stdout
+
+
+def test_a_what_if_refuses_settings_that_would_have_given_other_groups(run: Path) -> None:
+    for setting in ("--rollout.temperature=0.5", "--train.groups_per_step=4"):
+        done = shoal("whatif", str(run), "--from=1", "--until=2", setting)
+        assert done.returncode == 2
+        assert setting[2:].partition("=")[0].partition(".")[0] in done.stderr
+
+
+def test_why_says_in_words_what_moved(run: Path) -> None:
+    done = shoal("why", str(run), "--step=4")
+    assert "step 4 trained Version 3 on 8 groups, 0 of peers." in done.stdout
+    assert "influence  along" in done.stdout
+    assert "since the step before" in done.stdout
