@@ -126,7 +126,7 @@ class Mixer:
                 by_name["attention_mask"] = _causal(rows[0], 0 if state is None else state.own.get_seq_length())
             found = self._forward(*given, **by_name)
             outputs = found if isinstance(found, tuple) else (found,)
-            # Beside hidden states [R, L, W], other numbers are probabilities or states, and have no row for each token.
+            # Other numbers than hidden states [R, L, W] are probabilities or states, and have no row for each token.
             others = outputs[0].ndim > 3
             are_kept[:] = [
                 isinstance(one, Tensor) and (i == 0 or others or not one.is_floating_point())
