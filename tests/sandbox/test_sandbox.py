@@ -231,3 +231,15 @@ def test_a_reason_that_may_pass_is_told_from_one_that_stays(why: str, passes: bo
 
 def test_only_the_outermost_of_nested_paths_is_kept() -> None:
     assert outermost(["/a/b", "/a", "/ab", "/c/d/e", "/c/d/"]) == ["/a", "/ab", "/c/d"]
+
+
+@pytest.mark.parametrize("backend", [one for one in Backend if one is not Backend.LANDLOCK], indirect=True)
+def test_locks_and_shared_memory_are_a_program_s_own_files(backend: Backend) -> None:
+    source = (
+        "import multiprocessing, os\nmultiprocessing.Lock()\nassert os.path.samefile('/dev/shm', '.')\n"
+        "print('locked', flush=True)\nopen('/dev/shm/large', 'wb').write(bytes(2 << 20))"
+    )
+    finished = run(Program(source), ProgramLimits(file_bytes=1 << 20), backend)
+    assert (finished.stdout, finished.ok) == (b"locked\n", False)
+    assert b"No space left" in finished.stderr or finished.ended is Ended.KILLED_FILES
+    assert "large" not in os.listdir("/dev/shm")

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from shoal.sandbox.kernel import DEVICES, NONE
+from shoal.sandbox.kernel import DEVICES, NONE, SHARED_MEMORY
 from shoal.sandbox.program import Backend, Program, ProgramLimits
 
 WORK_FOLDER = "/shoal-work"  # no readable file lies below this path
@@ -209,6 +209,7 @@ def boxed(spec: LaunchSpec, info_fd: int = NONE) -> list[str]:
         arguments += ["--bind", f"{spec.tree}/{name}", f"/{name}"]
     if spec.folder and not spec.tree:
         arguments += ["--perms", "0777", "--size", str(spec.file_bytes), "--tmpfs", spec.folder]
+        arguments += ["--symlink", spec.folder, SHARED_MEMORY]
     arguments += ["--remount-ro", "/", "--chdir", "/"]
     return [shutil.which("bwrap") or "bwrap", *arguments, "--", *_launcher("inside", spec)]
 

@@ -22,6 +22,9 @@ MOST_TREE_FILES = 65_536
 """Files and folders that programs may add to a work tree."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
+SHARED_MEMORY = "/dev/shm"
+"""Link to the work folder, so that shared memory and locks of programs are their own and count as their files."""
+
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 22, 24, 38
