@@ -14,7 +14,7 @@ import pytest
 from shoal.errors import TaskError
 from shoal.sandbox.program import Ended, ProgramLimits
 from shoal.workspace.fork import LIMITS, ForkKind, Workspace, fork, fork_kind, new_folder, sweep
-from shoal.workspace.tree import Tree, tree_named, tree_of, trees_directory
+from shoal.workspace.tree import Tree, discard, tree_named, tree_of, trees_directory
 
 pytest_plugins = ("small_workspaces",)
 KINDS = (ForkKind.OVERLAY, ForkKind.COPY)
@@ -163,6 +163,12 @@ def test_a_snapshot_is_forked_again_with_its_shell_and_its_deletions(tree: Tree)
         assert said(deep, "ls ..") == "one\nsums.py\ntests\nthree\n"
     assert len(deeper.layers) == 3
     assert tree_named(deeper.digest) == deeper
+    discard(deeper)
+    discard(tree)
+    with pytest.raises(TaskError):
+        tree_named(deeper.digest)
+    assert tree_named(first.digest) == first
+    assert tree_named(tree.digest) == tree
 
 
 def test_forks_of_killed_processes_are_swept_and_those_of_living_ones_stay(tree: Tree) -> None:

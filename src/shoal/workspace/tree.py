@@ -18,6 +18,7 @@ import msgspec
 from shoal.errors import TaskError
 from shoal.files import checksum, replaced
 from shoal.model.made_models import cache_directory
+from shoal.sandbox.usage import remove_tree
 
 MOST_BYTES = 8 << 30
 MOST_FILES = 1_000_000
@@ -123,6 +124,13 @@ def _built(source: Path, place: str) -> Tree:
         for name in (f"{_HOME}/tmp", "tmp", place.strip("/")):
             (layer / name).mkdir(parents=True, exist_ok=True)
         return kept(layer, place, has_system=has_system)
+
+
+def discard(snapshot: Tree) -> None:
+    """Removes a snapshot's own layer from the cache; no workspace may use it, and no later snapshot of its forks."""
+    if len(snapshot.layers) > 1:
+        (snapshot.layers[0].parent / _RECORD).unlink(missing_ok=True)
+        remove_tree(str(snapshot.layers[0].parent))
 
 
 @contextmanager
