@@ -118,8 +118,10 @@ class Mixer:
             if self._steps and state is not None and state.is_begun and rows[0].shape[1] > 1:
                 each = [run([row[:, t : t + 1] for row in rows], state) for t in range(rows[0].shape[1])]
                 return tuple(torch.cat(steps, 1) for steps in zip(*each, strict=True))
+            keys = rows[0].shape[1] + (0 if state is None or not self.grows else state.own.get_seq_length())
             for i, row in zip(at, rows, strict=True):
-                leaves[i] = row
+                # Chosen keys of a shared beginning may lie after the end of this row; the causal mask hides the last.
+                leaves[i] = row if row.is_floating_point() or not self.grows else row.clamp(max=keys - 1)
             given, by_name = tree_unflatten(leaves, form)
             by_name[self._cache] = state
             if self.grows:
