@@ -62,9 +62,10 @@ engine.server.routes:EngineThread._run
       engine.compute.step_engine:StepEngine._record
         engine.compute.step_engine:StepEngine._finish
 run.loop:TrainLoop.run
-  run.loop:TrainLoop._step
+  run.loop:TrainLoop._groups
     run.policy:Policy.take
       experience.buffer:Buffer.take
+  run.loop:TrainLoop._step
     run.policy:Steps.rows
       trainer.advantage:step_samples
     run.loop:TrainLoop._record_and_train
@@ -78,13 +79,15 @@ run.loop:TrainLoop.run
               trainer.packing:token_weight
           trainer.worker:answer_to @ Step
             trainer.trainer:Trainer.carry_out
-              trainer.trainer:Trainer._packed
-                trainer.packing:micro_batch
+              trainer.trainer:Trainer.ready
+                trainer.trainer:Trainer._packed
+                  trainer.packing:micro_batch
               trainer.trainer:Trainer.accumulate
                 trainer.trainer:Trainer._outputs
                   model.packed:pass_outputs
                 trainer.loss:token_loss
-              trainer.optim:Optimizer.update
+              trainer.trainer:Trainer.take_update
+                trainer.optim:Optimizer.update
 """
 
 OFFER = """
@@ -120,13 +123,14 @@ swarm.verification:Verification.run
   swarm.verification:Verification._settle
     swarm.trust.ingress:IngressFilter.refuse
     swarm.trust.ingress:IngressFilter.praise
-run.loop:TrainLoop._step
+run.loop:TrainLoop._groups
   run.loop:TrainLoop._external_groups
     swarm.node:Node.take
       swarm.node:Node._choose
         swarm.strategy.ready_pool:ReadyPool.choose
           swarm.strategy.choice:apply_taker
       swarm.trust.encoding:rollouts_of
+run.loop:TrainLoop._step
   run.policy:Steps.rows
     swarm.strategy.choice:external_rows
 run.loop:TrainLoop._record_and_train

@@ -174,6 +174,10 @@ class ChildDied(ShoalError):
     http_status = 503
 
 
+class WorkerLost(ChildDied):
+    """The process of a role or of a rank group has left; another one can take its place."""
+
+
 class StoodStill(ShoalError):
     """A run that made no progress for long, despite all remedies."""
 

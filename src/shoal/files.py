@@ -10,6 +10,8 @@ from pathlib import Path
 MODEL_FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 """Files with the tensors of a model, and of a low-rank adapter in the form of peft."""
 
+HEAD_BYTES = 8
+"""Bytes of the number with which a safetensors file begins: the length of its header."""
 PART_BYTES = 4 << 20
 """Bytes of a file that are hashed together; parts are hashed in parallel."""
 HASHED_AT_ONCE = 16

@@ -298,9 +298,17 @@ class Worker(Protocol):
         """Path by which requests name a folder of this host."""
 
     async def call(
-        self, frame: bytes, timeout_s: float, *, fetched: Path | None = None, filled: Path | None = None
+        self,
+        frame: bytes,
+        timeout_s: float,
+        *,
+        concurrent: bool = False,
+        fetched: Path | None = None,
+        filled: Path | None = None,
     ) -> bytes:
         """Answer to a frame. Raises `ChildDied`, and `TimeoutError` after which the process is gone.
+
+        A `concurrent` call is answered while the worker serves others.
 
         The worker reads the files of the folder `fetched`, and writes files that are in `filled` with the answer.
         """

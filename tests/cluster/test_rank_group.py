@@ -15,10 +15,11 @@ from shoal.cluster.files import FileShelf
 from shoal.cluster.rank_group import RankGroup, RemoteRank
 from shoal.cluster.rank_role import RankHost, _Link
 from shoal.cluster.registry import Gathered, RankRole
+from shoal.errors import WorkerLost
 from shoal.net.client import Client
 from shoal.net.joining import Answering, hold_lease
 from shoal.net.process import Child
-from shoal.net.run_server import RunServer, WorkerLost
+from shoal.net.run_server import RunServer
 from shoal.trainer.worker import TrainerProcess
 from until import until
 
@@ -102,7 +103,7 @@ def test_a_rank_that_does_not_start_ends_the_group_with_one_error_after_which_a_
 
 
 @pytest.mark.parametrize("answer", [b"\xff garbage", b"", wire.encode(["unknown"])])
-def test_an_answer_of_a_rank_that_cannot_be_read_loses_that_rank_and_not_the_run(answer: bytes) -> None:
+def test_an_answer_of_a_rank_that_cannot_be_read_loses_that_rank_and_not_the_run(answer: bytes, tmp_path: Path) -> None:
     class Answering(Worker):
         async def call(self, request: bytes, timeout_s: float) -> bytes:
             return answer
@@ -110,7 +111,7 @@ def test_an_answer_of_a_rank_that_cannot_be_read_loses_that_rank_and_not_the_run
     async def main() -> None:
         trainer = TrainerProcess([RemoteRank(Answering("a"), FileShelf())])  # type: ignore[arg-type]
         with pytest.raises(WorkerLost, match="a answered"):
-            await trainer.finish_save()
+            await trainer.finish_save(tmp_path)
 
     asyncio.run(main())
 
@@ -182,3 +183,21 @@ def test_a_request_after_a_cancelled_one_gets_its_own_files_and_no_others(tmp_pa
         (tmp_path / folder).mkdir()
     with RunServer() as server:
         assert asyncio.run(main(server)) == {"state.bin": b"first half, second half"}
+
+
+def test_a_group_that_has_waited_for_a_lost_host_starts_with_the_whole_hosts_that_are_there() -> None:
+    server, names = Server(), list[str]()
+
+    async def main() -> None:
+        async def train() -> None:
+            async with RankGroup(6, per_host=2, shrinks_after_s=0.01).ranks(server) as ranks:  # type: ignore[arg-type]
+                names.extend(rank.worker.name for rank in ranks)
+
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0)
+        for name, host in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.1")):
+            await server.use(RankRole(address=host, port=1), Worker(name)).__aenter__()  # type: ignore[arg-type]
+        await training
+
+    asyncio.run(main())
+    assert names == ["a", "c"], "the host of b has lost a GPU"

@@ -17,7 +17,6 @@ from shoal.cluster.engine_role import PullingFront
 from shoal.cluster.files import FileShelf, Stretch
 from shoal.cluster.registry import RunInfo
 from shoal.engine.server.http_client import HttpEngine
-from shoal.engine.server.router import engine_app
 from shoal.net.client import Client, authorization
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
@@ -51,7 +50,7 @@ def run_of(folder: Path, shelf: FileShelf) -> Iterator[Starlette]:
 def engine_of(folder: Path) -> Starlette:
     """All routes of an engine's host."""
     puller = VersionPuller(Client(NOWHERE), folder, IDENTITY.public_key)
-    return engine_app(PullingFront(HttpEngine(NOWHERE), puller), token=TOKEN)
+    return PullingFront(HttpEngine(NOWHERE), puller).app(TOKEN)
 
 
 def requests(app: Starlette) -> Iterator[tuple[str, str]]:
@@ -89,9 +88,9 @@ def test_files_of_a_run_are_read_and_written_in_the_folder_of_a_ticket_only(tmp_
         app = RunServer(shelf.routes, token=TOKEN).app
         ticket = shelf.ticket(folder)
         with shelf.opened(folder):
-            for method in ("GET", "POST"):
-                status, said = await asked(app, method, f"/v1/files/{ticket}/{name}", TOKEN)
-                assert status in (400, 404), said
+            for read in ("", "/read"):
+                status, said = await asked(app, "POST", f"/v1/files/{ticket}/{name}{read}", TOKEN, [[0, 1]])
+                assert status in (400, 404, 405), said
                 assert "secret" not in said
             for offset, data in ((3, b"lo"), (0, b"hel")):  # ranks write in any order
                 sent = wire.encode([Stretch(offset, data)])
@@ -99,7 +98,13 @@ def test_files_of_a_run_are_read_and_written_in_the_folder_of_a_ticket_only(tmp_
             assert (folder / "own").read_bytes() == b"hello"
             status, said = await asked(app, "POST", f"/v1/files/{ticket}/own", TOKEN, wire.encode([(-1, b"no")]))
             assert (status, "own: expected a list" in said) == (400, True), said
-        assert (await asked(app, "GET", f"/v1/files/{ticket}/own", TOKEN))[0] == 404
+            read = f"/v1/files/{ticket}/own/read"
+            status, said = await asked(app, "POST", read, TOKEN, b"[[3,2],[0,1]]")
+            assert (status, "lo" in said, "h" in said, "el" in said) == (200, True, True, False)
+            assert shelf.read_bytes == 3
+            for wrong in (b"[[-1,2]]", b"[[0,99999999]]", b"{}"):
+                assert (await asked(app, "POST", read, TOKEN, wrong))[0] == 400
+        assert (await asked(app, "POST", read, TOKEN, b"[[0,1]]"))[0] == 404
 
     asyncio.run(ask())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["secret", "shelf"]

@@ -19,7 +19,8 @@ def test_a_run_goes_on_with_a_new_rank_after_one_was_killed(tmp_path: Path, tiny
     trainer = ("trainer", "join", url, "--threads=1")
     settings = (f"--cluster.listen=127.0.0.1:{port}", "--cluster.trainer.hosts=2", "--reward.workers=0")
     given = {"SHOAL_RUN_TOKEN": TOKEN, **trusted}
-    run = start(tmp_path, tiny_model_dir, *settings, "--checkpoint.every_steps=3", "--json", **given)
+    later = ("--checkpoint.asynchronous=true",)
+    run = start(tmp_path, tiny_model_dir, *settings, "--checkpoint.every_steps=3", *later, "--json", **given)
     scorer = joining(tmp_path / "scorer", "rewards", "serve", "--run", url, "--workers=1", **trusted)
     launched = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port), **trusted}
     ranks = [joining(tmp_path / name, *trainer, RANK=rank, **launched) for name, rank in (("a", "1"), ("b", "0"))]

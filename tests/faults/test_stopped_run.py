@@ -8,7 +8,9 @@ import psutil
 import pytest
 
 from shoal.experience.audit import audit
-from shoal.run.blocking import END_S
+from shoal.experience.checkpoint import checkpoints
+from shoal.experience.log import snapshot
+from shoal.run.blocking import END_S, SAVE_S
 from train_runs import children, start, wait_for_steps
 
 LEAVING_S = 10.0
@@ -32,9 +34,21 @@ def test_a_run_that_is_told_to_stop_ends_whatever_is_stopped(
         child.send_signal(signal.SIGSTOP)
     processes = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(told)
-    _, err = run.communicate(timeout=END_S + LEAVING_S)
+    _, err = run.communicate(timeout=SAVE_S + END_S + LEAVING_S)
     assert run.returncode == 130, err
     assert err.endswith("shoal: stopped; go on with: shoal train run/resolved.toml --resume\n")
     assert psutil.wait_procs(processes, timeout=LEAVING_S)[1] == []
     assert "Traceback" not in err
     assert audit(tmp_path / "run").ok
+
+
+def test_sigterm_saves_the_step_that_is_trained(tmp_path: Path, tiny_model_dir: Path) -> None:
+    run = start(tmp_path, tiny_model_dir, "--checkpoint.every_steps=1000")
+    wait_for_steps(tmp_path / "run", 3, run)
+    assert checkpoints(tmp_path / "run") == []
+    run.send_signal(signal.SIGTERM)
+    _, err = run.communicate(timeout=SAVE_S + END_S + LEAVING_S)
+    assert run.returncode == 130, err
+    (saved,) = checkpoints(tmp_path / "run")
+    with snapshot(tmp_path / "run") as log:
+        assert saved.step == log.execute("SELECT max(step) FROM steps").fetchone()[0] >= 2

@@ -9,10 +9,10 @@ import pytest
 from websockets.server import ServerProtocol
 
 from shoal.cluster.registry import first_info
-from shoal.errors import ChildDied
+from shoal.errors import ChildDied, WorkerLost
 from shoal.net.client import Client
 from shoal.net.joining import Answering, RunRole, hold_lease
-from shoal.net.run_server import LeasedWorker, RunServer, WorkerLost
+from shoal.net.run_server import LeasedWorker, RunServer
 
 
 class Role(RunRole, frozen=True, tag="role"):

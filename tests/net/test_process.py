@@ -21,6 +21,18 @@ from shoal.net.process import die_with_parent, serve
 die_with_parent()
 serve(socket.socket(fileno=int(sys.argv[-1])), lambda frame: [frame])
 """
+LATER = """
+import socket, sys
+from concurrent.futures import Future
+from shoal.net.process import die_with_parent, serve
+die_with_parent()
+later = Future()
+def answers(frame):
+    if frame == b"now":
+        later.set_result(b"later")
+    return [later if frame == b"when?" else frame]
+serve(socket.socket(fileno=int(sys.argv[-1])), answers)
+"""
 DEAF = """
 import os, signal, sys
 from shoal.net.process import die_with_parent
@@ -110,6 +122,36 @@ def test_a_child_that_closes_its_socket_and_lives_is_killed(tmp_path: Path, loop
             with pytest.raises(ChildDied, match="closed its connection without ending, and was killed; go on"):
                 await child.call(b"anybody there?", 120)
             assert (await child.died()).returncode == -signal.SIGKILL
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(run(), 60))
+
+
+@LOOPS
+def test_a_concurrent_call_is_answered_when_its_answer_has_come(tmp_path: Path, loop: Loop) -> None:
+    async def run() -> None:
+        async with Script(LATER, tmp_path) as child:
+            waiting = asyncio.create_task(child.call(b"when?", 60, concurrent=True))
+            for number in range(3):
+                assert await child.call(b"%d" % number, 60) == b"%d" % number
+            assert not waiting.done()
+            again = asyncio.create_task(child.call(b"again", 60))
+            assert await child.call(b"now", 60) == b"now"
+            assert (await waiting, await again) == (b"later", b"again")
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(asyncio.wait_for(run(), 60))
+
+
+@LOOPS
+def test_a_concurrent_call_hears_of_the_end_of_the_child(tmp_path: Path, loop: Loop) -> None:
+    async def run() -> None:
+        async with Script(LATER, tmp_path) as child:
+            waiting = asyncio.create_task(child.call(b"when?", 60, concurrent=True))
+            assert await child.call(b"0", 60) == b"0"
+            child.kill()
+            with pytest.raises(ChildDied, match="ended with signal 9"):
+                await waiting
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(asyncio.wait_for(run(), 60))

@@ -12,8 +12,9 @@ import pytest
 from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
 
+from shoal.errors import WorkerLost
 from shoal.net.joining import JOIN, RunRole
-from shoal.net.run_server import LeasedWorker, RunServer, WorkerLost
+from shoal.net.run_server import LeasedWorker, RunServer
 from until import until
 
 

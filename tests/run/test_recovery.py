@@ -28,6 +28,7 @@ from shoal.run.recovery import recover
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import open_buffer as recovery_buffer
 from shoal.run.run_dir import opened_run, run_meta
+from shoal.run.training import HOUR_S, MOST_RANK_GROUPS, LostGroups
 from shoal.types import Reward, Task
 from shoal.weights.store import FILE as WEIGHTS
 from shoal.weights.store import WeightStore
@@ -246,7 +247,7 @@ class Replaying:
         self.trained += 1
         return SimpleNamespace(weights=str(self.trained))
 
-    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
+    async def write_version(self, path: Path | None, *, push: bool = True, later: bool = False) -> float:
         self.pushes += push
         if path is not None:
             path.write_text(str(self.trained))  # noqa: ASYNC240
@@ -307,3 +308,13 @@ def test_an_older_intact_checkpoint_is_gone_on_from_when_the_newest_is_damaged(t
     assert trainer.trained == 9
     assert engine.served == (9, "9")
     assert events.count("checkpoint_damaged") == 1
+
+
+def test_groups_of_ranks_may_be_lost_for_ever_and_not_many_in_an_hour() -> None:
+    now_s = [0.0]
+    lost = LostGroups(lambda: now_s[0])
+    for _ in range(10 * MOST_RANK_GROUPS):
+        now_s[0] += HOUR_S / MOST_RANK_GROUPS
+        assert lost.may_go_on()
+    now_s[0] += HOUR_S
+    assert [lost.may_go_on() for _ in range(MOST_RANK_GROUPS + 1)] == [True] * MOST_RANK_GROUPS + [False]

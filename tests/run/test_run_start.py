@@ -58,7 +58,7 @@ def test_a_start_in_the_directory_of_a_run_that_goes_on_leaves_it_alone(tmp_path
 class LaterWeights:
     """A trainer whose weights have gone on since the last push."""
 
-    async def write_version(self, path: Path, *, push: bool) -> float:
+    async def write_version(self, path: Path, *, push: bool, later: bool) -> float:
         path.write_bytes(b"of a step without a push")  # noqa: ASYNC240
         return 0.0
 

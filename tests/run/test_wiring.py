@@ -69,7 +69,7 @@ class Recording:
         self.given.append([row for rows in groups for row in rows])
         return NOTHING
 
-    async def write_version(self, path: Path, *, push: bool = True) -> float:
+    async def write_version(self, path: Path, *, push: bool = True, later: bool = False) -> float:
         self.pushes.append(push)
         path.write_text("weights")  # noqa: ASYNC240
         return 0.0

@@ -127,8 +127,8 @@ class HistoryTrainer(RehearsedTrainer):
         self.world.history = self.history
         return stats
 
-    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
-        seconds = await RehearsedTrainer.write_version(self, path, push=push)
+    async def write_version(self, path: Path | None, *, push: bool = True, later: bool = False) -> float:
+        seconds = await RehearsedTrainer.write_version(self, path, push=push, later=later)
         if path is not None:
             _write(path, self.history)
         return seconds

@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 
 import service_tasks
 from shoal.config import Config, TaskConfig
-from shoal.errors import ConfigError, TaskError
+from shoal.errors import ConfigError, TaskError, WorkerLost
 from shoal.interfaces import Environment
 from shoal.net.joining import JOIN, NUMBER
-from shoal.net.run_server import LeasedWorker, NotWanted, RunServer, WorkerLost
+from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.tasks.library import library_of, written
 from shoal.tasks.remote_environment import RemoteEnvironment
 from shoal.tasks.remote_protocol import (

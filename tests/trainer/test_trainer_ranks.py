@@ -175,7 +175,7 @@ def test_two_ranks_of_a_trainer_do_what_one_does_and_the_end_of_one_is_told(
                 await trainer.save(tmp_path / name, later=name == "later")
             wish = TokensFiles(tmp_path, 1).wanted(1, [f"g{index}" for index in range(len(rows))])
             first = await trainer.step(rows, tokens_file=wish)
-            await trainer.finish_save()
+            await trainer.finish_save(tmp_path / "later")
             for file in (tmp_path / "now").iterdir():  # the step did not change what was copied before it
                 assert (tmp_path / "later" / file.name).read_bytes() == file.read_bytes()
             # Each rank wrote the numbers of its own rows, and together they are all with an advantage.

@@ -13,6 +13,7 @@ from shoal.config import parse
 from shoal.errors import TrainerError
 from shoal.trainer.messages import (
     ComputeLogprobs,
+    FindRows,
     FinishSave,
     Request,
     SaveCheckpoint,
@@ -75,11 +76,20 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
             later.mkdir()
             await trainer.save(later, later=True)
             await trainer.step([(ROW,)])  # while the copies are written
-            await trainer.finish_save()
+            await trainer.finish_save(later)
+            with pytest.raises(TrainerError, match="expected files that are being written, got none"):
+                await trainer.finish_save(later)
             assert all(
                 (later / f"{name}.safetensors").read_bytes() == (tmp_path / f"{name}.safetensors").read_bytes()
                 for name in ("model", "optimizer")
             )
+            before = (tmp_path / "before.safetensors", later / "published.safetensors")
+            await trainer.write_version(before[0])
+            await trainer.write_version(before[1], later=True)
+            written = asyncio.create_task(trainer.finish_save(later))
+            await trainer.step([(ROW,)])  # which changes the weights, and nothing of what was copied
+            await written
+            assert before[0].read_bytes() == before[1].read_bytes() != (tmp_path / "published.safetensors").read_bytes()
             assert await trainer.load(tmp_path) > 0
             assert await trainer.logprobs([ROW.tokens]) == moved
 
@@ -97,7 +107,8 @@ def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model
         ComputeLogprobs(((1, 2), (3,))),
         WriteVersion("a"),
         SaveCheckpoint("b", later=True),
-        FinishSave(),
+        FinishSave("c"),
+        FindRows("d", optimizer=False),
     ],
 )
 def test_requests_survive_the_wire(message: Request) -> None:

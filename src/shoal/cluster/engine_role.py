@@ -16,6 +16,8 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from starlette.applications import Starlette
+
 from shoal.cluster.registry import EngineRole, OtherRun, RunInfo, first_info, run_info
 from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.external.detect_server import connect
@@ -90,8 +92,7 @@ class EngineHost:
     ) -> None:
         """Serves the engine and holds its lease. Raises `ChildDied` when the engine ends."""
         token, host = secrets.token_urlsafe(24), self.host or own_address(self.url)
-        front = PullingFront(engine, puller)
-        app = engine_app(front, token=token, more=[posted("/pull_weights", UpdateWeightsRequest, front.pull_weights)])
+        app = PullingFront(engine, puller).app(token)
         async with serving(app, host, self.port, tls=tls_files(), idle_s=600, grace_s=1) as url:
             role = EngineRole(url, token)
             holding = hold_lease(self.url, self.token, role, announce, check=_check(puller, info))
@@ -179,6 +180,11 @@ class PullingFront:
 
     engine: PoolEngine
     puller: VersionPuller
+
+    def app(self, token: str) -> Starlette:
+        """Application of the engine's routes."""
+        pull = posted("/pull_weights", UpdateWeightsRequest, self.pull_weights)
+        return engine_app(self, token=token, more=[pull])
 
     async def generate(self, asked: protocol.GenerateRequest) -> protocol.GenerateResponse:
         """Implements `ServedEngine`."""

@@ -1,7 +1,7 @@
 """Files that pass between the run and its roles: a ticket stands for one folder, and no request names a path.
 
 GET /v1/files/TICKET                     names and sizes
-GET /v1/files/TICKET/NAME?offset=N       a part of a file
+POST /v1/files/TICKET/NAME/read          stretches of a file, by their offsets and sizes
 POST /v1/files/TICKET/NAME               stretches of a file, written there
 
 Several roles may write stretches of the same file, as ranks do that have a part of a Version each.
@@ -24,9 +24,9 @@ from starlette.routing import Route
 
 from shoal import wire
 from shoal.errors import TrainerError, WireError
-from shoal.files import digest_of
+from shoal.files import HEAD_BYTES, digest_of
 from shoal.net.client import Client, words
-from shoal.net.server import Refused, body, json
+from shoal.net.server import Refused, body, decoded, json
 from shoal.trainer.messages import RANGES
 
 PART_BYTES = 32 << 20
@@ -42,9 +42,11 @@ class FileShelf:
 
     def __init__(self) -> None:
         self._folders, self._key = defaultdict[str, list[Path]](list), secrets.token_bytes(32)
+        self.read_bytes = 0
+        """Bytes of files that roles have read."""
         self.routes = [
             Route("/v1/files/{ticket}", self._list),
-            Route("/v1/files/{ticket}/{name}", self._read),
+            Route("/v1/files/{ticket}/{name}/read", self._read, methods=["POST"]),
             Route("/v1/files/{ticket}/{name}", self._write, methods=["POST"]),
         ]
 
@@ -68,41 +70,44 @@ class FileShelf:
             raise Refused(404, "ticket: expected one of a request under way")
         return found[0]
 
-    def _place(self, http: Request) -> tuple[Path, int]:
-        name, offset = http.path_params["name"], http.query_params.get("offset", "0")
-        if not NAME.fullmatch(name) or not offset.isdecimal():
-            raise Refused(400, f"expected the name of a file and an offset, got {name[:80]!r} and {offset[:20]!r}")
-        return self._folder(http) / name, int(offset)
+    def _file(self, http: Request) -> Path:
+        name: str = http.path_params["name"]
+        if not NAME.fullmatch(name):
+            raise Refused(400, f"expected the name of a file, got {name[:80]!r}")
+        return self._folder(http) / name
 
     async def _list(self, http: Request) -> Response:
         folder = self._folder(http)
         return json({path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.is_file()})
 
     async def _read(self, http: Request) -> Response:
-        path, offset = self._place(http)
+        path, asked = self._file(http), decoded(await body(http, OVERHEAD_BYTES), list[tuple[Offset, Offset]])
+        if (size := sum(size for _, size in asked)) > PART_BYTES:
+            raise Refused(400, f"expected stretches of at most {PART_BYTES} bytes, got {size}")
         try:
-            return Response(await asyncio.to_thread(_part, path, offset), media_type="application/octet-stream")
+            data = await asyncio.to_thread(_encoded, path, asked)
         except OSError as error:
             raise Refused(404, f"{path.name}: {error.strerror}") from error
+        self.read_bytes += size
+        return Response(data, media_type="application/octet-stream")
 
     async def _write(self, http: Request) -> Response:
-        name, folder = http.path_params["name"], self._folder(http)
-        if not NAME.fullmatch(name):
-            raise Refused(400, f"expected the name of a file, got {name[:80]!r}")
-        data = await body(http, PART_BYTES + OVERHEAD_BYTES)
+        path, data = self._file(http), await body(http, PART_BYTES + OVERHEAD_BYTES)
         try:
-            await asyncio.to_thread(_write, folder / name, wire.decode(data, list[Stretch], len(data)))
+            return json({"digest": await asyncio.to_thread(_written, path, data)})
         except WireError as error:
-            raise Refused(400, f"{name}: {error}") from error
+            raise Refused(400, f"{path.name}: {error}") from error
         except OSError as error:
-            raise Refused(507, f"{name}: {error.strerror}") from error
-        return json({"digest": digest_of(data)})
+            raise Refused(507, f"{path.name}: {error.strerror}") from error
+
+
+Offset = Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
 
 
 class Stretch(msgspec.Struct, frozen=True, array_like=True):
     """Bytes of a file from an offset on."""
 
-    offset: Annotated[int, msgspec.Meta(ge=0, le=1 << 50)]
+    offset: Offset
     data: bytes
 
 
@@ -119,7 +124,7 @@ async def send_files(client: Client, ticket: str, folder: Path) -> None:
             status, answer = await client.status("POST", f"/v1/files/{ticket}/{path.name}", data)
             if status != 200:
                 raise TrainerError(f"the run does not take {path.name}: HTTP {status}: {words(answer)}")
-            if msgspec.json.decode(answer, type=dict[str, str])["digest"] != digest_of(data):
+            if msgspec.json.decode(answer, type=dict[str, str])["digest"] != await asyncio.to_thread(digest_of, data):
                 raise WireError(f"{path.name}: expected its hash, got other bytes at the run")
 
 
@@ -156,23 +161,46 @@ def _encoded(path: Path, ranges: Sequence[tuple[int, int]]) -> bytes:
     return wire.encode(found)
 
 
-async def fetch_files(client: Client, ticket: str, folder: Path) -> None:
-    """Fetches the files behind a ticket into a folder. Raises `TrainerError` or `EngineUnavailable`."""
+async def fetch_heads(client: Client, ticket: str, folder: Path) -> None:
+    """Makes the files behind a ticket in a folder, of their sizes, with only the header of safetensors in each.
+
+    Raises `TrainerError` or `EngineUnavailable`.
+    """
     for name, size in (await client.ask("GET", f"/v1/files/{ticket}", dict[str, int])).items():
         if not NAME.fullmatch(name):
             raise WireError(f"expected the name of a file, got {name[:80]!r}")
-        (folder / name).touch()
-        for offset in range(0, size, PART_BYTES):
-            status, data = await client.status("GET", f"/v1/files/{ticket}/{name}?offset={offset}")
-            if status != 200:
-                raise TrainerError(f"the run does not give {name}: HTTP {status}: {words(data)}")
-            await asyncio.to_thread(_write, folder / name, [Stretch(offset, data)])
+        path = folder / name
+        await asyncio.to_thread(_make, path, size)
+        if name.endswith(".safetensors"):
+            await fetch_ranges(client, ticket, path, [(0, min(size, HEAD_BYTES))])
+            header = int.from_bytes(await asyncio.to_thread(_head, path), "little")
+            await fetch_ranges(client, ticket, path, [(HEAD_BYTES, min(header, size))])
 
 
-def _part(path: Path, offset: int) -> bytes:
+async def fetch_ranges(client: Client, ticket: str, path: Path, ranges: Sequence[tuple[int, int]]) -> None:
+    """Fetches ranges of a file, by offset and size, into their places. Raises `TrainerError` or `EngineUnavailable`."""
+    for part in _parts(ranges):
+        asked = msgspec.json.encode(part)
+        status, data = await client.status("POST", f"/v1/files/{ticket}/{path.name}/read", asked)
+        if status != 200:
+            raise TrainerError(f"the run does not give {path.name}: HTTP {status}: {words(data)}")
+        await asyncio.to_thread(_written, path, data)
+
+
+def _make(path: Path, size: int) -> None:
+    with path.open("wb") as file:
+        file.truncate(size)
+
+
+def _head(path: Path) -> bytes:
     with path.open("rb") as file:
-        file.seek(offset)
-        return file.read(PART_BYTES)
+        return file.read(HEAD_BYTES)
+
+
+def _written(path: Path, data: bytes) -> str:
+    """Writes encoded stretches into a file; returns the digest of what came. Raises `WireError` and `OSError`."""
+    _write(path, wire.decode(data, list[Stretch], len(data)))
+    return digest_of(data)
 
 
 def _write(path: Path, stretches: Sequence[Stretch]) -> None:

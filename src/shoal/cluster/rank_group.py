@@ -6,6 +6,7 @@ run goes on from its log, with the next group that is complete.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ import msgspec
 
 from shoal.cluster.files import FileShelf
 from shoal.cluster.registry import Gathered, RankRole
-from shoal.errors import ShoalError, WireError
+from shoal.errors import ShoalError, WireError, WorkerLost
 from shoal.files import sync
-from shoal.net.run_server import LeasedWorker, NotWanted, RunServer, WorkerLost
+from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.trainer.messages import answer_from
 
+LOST_FOR_GOOD_S = 600.0
+"""Seconds that a run which has lost ranks waits for others, until it goes on with the hosts that are there."""
 START_TIMEOUT_S = 300.0
 """Seconds that a rank may take to start its process, which loads nothing yet."""
 
@@ -41,9 +44,18 @@ class RemoteRank:
         return self.shelf.ticket(folder)
 
     async def call(
-        self, frame: bytes, timeout_s: float, *, fetched: Path | None = None, filled: Path | None = None
+        self,
+        frame: bytes,
+        timeout_s: float,
+        *,
+        concurrent: bool = False,
+        fetched: Path | None = None,
+        filled: Path | None = None,
     ) -> bytes:
-        """Answer to a request, whose files are on the disk. Raises `WorkerLost` and `TimeoutError`."""
+        """Answer to a request, whose files are on the disk; the rank itself knows which calls are concurrent.
+
+        Raises `WorkerLost` and `TimeoutError`.
+        """
         with self.shelf.opened(fetched or filled):
             answer = await self.worker.call(frame, timeout_s)
         for path in await asyncio.to_thread(lambda: [*filled.iterdir()] if filled else []):
@@ -62,10 +74,20 @@ class RemoteRank:
 class RankGroup:
     """The ranks of a trainer that train together."""
 
-    def __init__(self, count: int, per_copy: Callable[[int], int | None] = lambda gpu_bytes: None) -> None:
-        """`per_copy` gives the number of ranks that share one copy of the weights, None for all, by the memory of the
-        smallest GPU."""
-        self._count, self._per_copy = count, per_copy
+    def __init__(
+        self,
+        count: int,
+        per_host: int | None = None,
+        shrinks_after_s: float | None = None,
+        per_copy: Callable[[int, int], int | None] = lambda ranks, gpu_bytes: None,
+    ) -> None:
+        """After `shrinks_after_s` the group starts without the hosts that are missing, each of `per_host` ranks.
+
+        `per_copy` gives the number of ranks that share one copy of the weights, None for all, by the number of all
+        ranks and the memory of the smallest GPU.
+        """
+        self._count, self._per_host, self._shrinks_after_s = count, per_host, shrinks_after_s
+        self._per_copy = per_copy
         self._members: dict[str, tuple[RankRole, LeasedWorker]] = {}
         self._full = asyncio.Event()
         self._started = False
@@ -99,21 +121,37 @@ class RankGroup:
         server.open(RankRole, self._joined)
         try:
             with server.added(shelf.routes):
-                while len(self._members) < self._count:  # a rank may leave before this task runs again
-                    await self._full.wait()
+                order = await self._complete()
                 self._started = True
-                order = sorted(self._members, key=self._place)
+                self._full.set()
                 first = self._members[order[0]][0]
                 workers = [self._members[name][1] for name in order]
                 master = f"{first.address}:{first.port}"
-                per_copy = self._per_copy(self.gpu_bytes)
-                words = [Gathered(index, self._count, per_copy, master) for index in range(self._count)]
+                per_copy = self._per_copy(len(order), self.gpu_bytes)
+                words = [Gathered(index, len(order), per_copy, master) for index in range(len(order))]
                 await asyncio.gather(*map(_started, workers, words))  # its first error, not a group of errors
                 yield [RemoteRank(worker, shelf) for worker in workers]
         finally:
             server.close(RankRole)
             for _, worker in self._members.values():
                 worker.close()
+
+    async def _complete(self) -> list[str]:
+        """Names of the ranks, in order, once all have joined, or the patience with missing hosts has ended."""
+        while len(self._members) < self._count:  # a rank may leave before this task runs again
+            try:
+                async with asyncio.timeout(self._shrinks_after_s):
+                    await self._full.wait()
+            except TimeoutError:
+                hosts = Counter(role.address for role, _ in self._members.values())
+                whole = [name for name, (role, _) in self._members.items() if hosts[role.address] >= self._of_host]
+                if whole:
+                    return sorted(whole, key=self._place)
+        return sorted(self._members, key=self._place)
+
+    @property
+    def _of_host(self) -> int:
+        return self._per_host or 1
 
     def _place(self, name: str) -> tuple[int, str, int]:
         """Order of a rank: by the number that its launcher gave, else by host and arrival."""

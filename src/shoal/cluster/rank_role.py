@@ -10,7 +10,7 @@ import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable, Collection
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,9 +19,9 @@ import aiohttp
 import msgspec
 
 from shoal import wire
-from shoal.cluster.files import NAME, fetch_files, send_files
+from shoal.cluster.files import NAME, fetch_heads, fetch_ranges, send_files
 from shoal.cluster.registry import Gathered, OtherRun, RankRole, first_info, run_info
-from shoal.errors import ChildDied, EngineUnavailable, ShoalError, WireError
+from shoal.errors import ChildDied, EngineUnavailable, ShoalError, TrainerError, WireError
 from shoal.net.client import Client
 from shoal.net.joining import ASK_AGAIN_S, NUMBER, Answering, hold_lease
 from shoal.net.listening import free_port, own_address
@@ -29,6 +29,9 @@ from shoal.net.process import Child, cores, torch_environment
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
     Answer,
+    FindRows,
+    FinishSave,
+    FoundRows,
     LoadCheckpoint,
     Open,
     Request,
@@ -38,6 +41,7 @@ from shoal.trainer.messages import (
     TrainerFailed,
     WriteVersion,
     answer_from,
+    flight_recorder,
     request_from,
 )
 from shoal.weights.pull import VersionPuller
@@ -102,9 +106,8 @@ class _Link:
             answering, turn = set[asyncio.Task[bytes]](), asyncio.Lock()
             stack.push_async_callback(_cancelled, answering)
 
-            async def in_turn(request: bytes) -> bytes:
-                async with turn:
-                    return wire.encode(await self._answer(children[0], request))
+            async def in_turn(frame: bytes) -> bytes:
+                return wire.encode(await self._answer(children[0], frame, turn))
 
             async def answer(request: bytes) -> bytes:
                 if not children:
@@ -126,33 +129,54 @@ class _Link:
             where.append(f"--ranks-per-copy={word.per_copy}")
         gpus = [self._host.gpu] if self._host.gpu else []
         environment = torch_environment(self._host.threads or cores(), gpus, gathers=word.ranks > 1)
+        environment |= flight_recorder(self._host.folder)
         log = self._host.folder / f"trainer-{word.rank}.log"
         return Child(f"trainer rank {word.rank}", "shoal.trainer.worker", where, log, environment)
 
-    async def _emptied(self) -> None:
-        await asyncio.to_thread(shutil.rmtree, self._work, ignore_errors=True)
-        self._work.mkdir(parents=True)
-
-    async def _answer(self, child: Child, frame: bytes) -> Answer:
+    async def _answer(self, child: Child, frame: bytes, turn: asyncio.Lock) -> Answer:
+        """Answer to a request, in its turn; files that are written later are sent while other requests are served."""
         try:
             request = await asyncio.to_thread(request_from, frame)
             ticket, request = self._with_paths(request)
-            if ticket:
-                await self._emptied()
-            if isinstance(request, LoadCheckpoint):
-                await fetch_files(self._client, ticket, self._work)
-            answer = answer_from(await child.call(wire.encode(request), ANSWER_TIMEOUT_S))
-            if ticket and not isinstance(request, LoadCheckpoint) and not isinstance(answer, TrainerFailed):
-                await send_files(self._client, ticket, self._work)
+            concurrent, later = isinstance(request, FinishSave), getattr(request, "later", False)
+            async with nullcontext() if concurrent else turn:
+                if ticket and not concurrent:
+                    await self._remove(ticket)
+                    (self._work / ticket).mkdir(parents=True)
+                if isinstance(request, LoadCheckpoint):
+                    await self._fetch(child, ticket, request)
+                answer = answer_from(await child.call(wire.encode(request), ANSWER_TIMEOUT_S, concurrent=concurrent))
+                if ticket and not later:
+                    if not isinstance(request, LoadCheckpoint) and not isinstance(answer, TrainerFailed):
+                        await send_files(self._client, ticket, self._work / ticket)
+                    await self._remove(ticket)
         except ChildDied:
             raise
         except (ShoalError, OSError) as error:
             return TrainerFailed(f"{type(error).__name__}: {error}")
         return answer
 
+    def _folder(self, ticket: str) -> Path:
+        return self._work / _checked(ticket)
+
+    async def _remove(self, ticket: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._work / ticket, ignore_errors=True)
+
+    async def _fetch(self, child: Child, ticket: str, request: LoadCheckpoint) -> None:
+        """Fetches the rows of a checkpoint that this rank reads: no rank moves those of the others."""
+        folder = self._work / ticket
+        await fetch_heads(self._client, ticket, folder)
+        asked = FindRows(request.directory, request.name, request.optimizer)
+        found = answer_from(await child.call(wire.encode(asked), ANSWER_TIMEOUT_S))
+        if isinstance(found, TrainerFailed):
+            raise TrainerError(found.reason)
+        assert isinstance(found, FoundRows)
+        for name, ranges in found.ranges.items():
+            await fetch_ranges(self._client, ticket, folder / name, ranges)
+
     def _with_paths(self, request: Request) -> tuple[str, Request]:
         """Ticket of a request's files, if it has any, and the request with paths of this host."""
-        changed, work = msgspec.structs.replace, str(self._work)
+        changed = msgspec.structs.replace
         match request:
             case StartTrainer():
                 here = {"model_path": str(self._model_dir), "threads": self._host.threads or cores()}
@@ -163,12 +187,16 @@ class _Link:
                 return "", changed(request, tokens_file=None)
             case WriteVersion(str(path)):
                 ticket, _, name = path.partition("/")
-                if not NAME.fullmatch(name):
-                    raise WireError(f"expected the name of a file, got {name[:80]!r}")
-                return ticket, changed(request, path=f"{work}/{name}")
-            case SaveCheckpoint(ticket) | LoadCheckpoint(ticket):
-                return ticket, changed(request, directory=work)
+                return ticket, changed(request, path=str(self._folder(ticket) / _checked(name)))
+            case SaveCheckpoint(ticket) | FinishSave(ticket) | LoadCheckpoint(ticket):
+                return ticket, changed(request, directory=str(self._folder(ticket)))
         return "", request
+
+
+def _checked(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise WireError(f"expected the name of a file, got {name[:80]!r}")
+    return name
 
 
 async def _cancelled(tasks: Collection[asyncio.Task[bytes]]) -> None:

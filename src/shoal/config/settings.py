@@ -170,7 +170,9 @@ class EvalConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints, which a resumed run loads."""
 
-    asynchronous: bool = Field(False, description="The next step runs while a copy of weights and moments is written.")
+    asynchronous: bool = Field(
+        False, description="The next step runs while copies of weights and moments, or of a Version, are written."
+    )
     every_steps: int = Field(
         25,
         ge=1,
@@ -318,8 +320,6 @@ def _in_training(config: Config) -> Iterator[str]:
     groups, over_batch = train.groups_per_step, not train.compares_within_groups
     if train.router_replay and (config.engine.urls or config.cluster.listen):
         yield "train.router_replay: expected false with engine.urls or cluster.listen, whose engines tell no experts"
-    if config.checkpoint.asynchronous and config.cluster.trainer:
-        yield "checkpoint.asynchronous: expected false with cluster.trainer, whose ranks send their files, got true"
     if config.engine.adapters and not (train.lora.rank and config.engine.urls):
         yield "engine.adapters: expected false without engine.urls and a train.lora.rank above 0, got true"
     if groups % train.minibatches:

@@ -32,6 +32,11 @@ class Checkpoint:
     path: Path
 
 
+def unfinished(run_dir: Path, step: int) -> Path:
+    """Directory that `begin` makes."""
+    return run_dir / FOLDER / f"step-{step}{_UNFINISHED}"
+
+
 def begin(run_dir: Path, step: int) -> Path:
     """An empty directory to save into; `seal` makes it the checkpoint of `step`. One at a time. Blocks.
 
@@ -43,7 +48,7 @@ def begin(run_dir: Path, step: int) -> Path:
         for leftover in folder.iterdir():
             if leftover.name.endswith((_UNFINISHED, _REPLACED)):
                 shutil.rmtree(leftover)
-        directory = folder / f"step-{step}{_UNFINISHED}"
+        directory = unfinished(run_dir, step)
         directory.mkdir()
     except OSError as error:
         raise RunDirError(f"{folder} cannot be written: {error.strerror}") from error
@@ -55,19 +60,19 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
 
     Then removes all but the newest `keep`. Blocks. Raises `RunDirError`.
     """
-    folder = run_dir / FOLDER
-    unfinished, final = folder / f"step-{step}{_UNFINISHED}", folder / f"step-{step}"
+    folder, begun = run_dir / FOLDER, unfinished(run_dir, step)
+    final = folder / f"step-{step}"
     try:
-        files = [path for path in sorted(unfinished.rglob("*")) if path.is_file()]
-        saved = {str(file.relative_to(unfinished)): (file.stat().st_size, checksum(file)) for file in files}
+        files = [path for path in sorted(begun.rglob("*")) if path.is_file()]
+        saved = {str(file.relative_to(begun)): (file.stat().st_size, checksum(file)) for file in files}
         if not saved:
-            raise RunDirError(f"{unfinished} is empty: nothing was saved")
-        (unfinished / FILES).write_text(json.dumps(saved, sort_keys=True))
-        for path in [*unfinished.rglob("*"), unfinished]:
+            raise RunDirError(f"{begun} is empty: nothing was saved")
+        (begun / FILES).write_text(json.dumps(saved, sort_keys=True))
+        for path in [*begun.rglob("*"), begun]:
             sync(path)
         if final.exists():
             final.rename(folder / f"step-{step}{_REPLACED}")
-        unfinished.rename(final)
+        begun.rename(final)
         sync(folder)
         shutil.rmtree(folder / f"step-{step}{_REPLACED}", ignore_errors=True)
         for old in checkpoints(run_dir)[:-keep]:

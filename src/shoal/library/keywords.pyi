@@ -197,7 +197,7 @@ class CheckpointSettings(TypedDict, total=False):
     """Checkpoints, which a resumed run loads."""
 
     asynchronous: bool
-    """The next step runs while a copy of weights and moments is written."""
+    """The next step runs while copies of weights and moments, or of a Version, are written."""
     every_steps: int
     """Steps between checkpoints; fewer if these take over 2 minutes and 20 times as long as saving."""
     keep: int
@@ -347,7 +347,7 @@ class Settings(TrainSettings, total=False):
     samples: int
     """Sampled answers per question; 2 or more give pass@k."""
     asynchronous: bool
-    """The next step runs while a copy of weights and moments is written."""
+    """The next step runs while copies of weights and moments, or of a Version, are written."""
     keep: int
     """Checkpoints kept."""
     backup: str | PathLike[str]

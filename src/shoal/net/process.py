@@ -15,13 +15,17 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Self, TypeVar
 
 from shoal.errors import ChildDied
+from shoal.net.ending import ended, settled
 
 T = TypeVar("T")
 
@@ -130,7 +134,7 @@ class Exit:
 class Child:
     """One running child and the socket to it, as an async context manager; leaving it ends the child.
 
-    Invariant: `receive` returns only answers to the newest request, never a late answer to a cancelled `call`.
+    Invariant: each caller gets the answer to its own request, never a late answer to a cancelled `call`.
     """
 
     most_frame_bytes = MAX_FRAME_BYTES
@@ -161,7 +165,9 @@ class Child:
         self._own_group = own_group
         self._turn = asyncio.Lock()
         self._asked = 0
-        self._header: tuple[int, int] | None = None  # size and request number in a header already read
+        self._waiting: set[int] = set()  # numbers of requests whose answers callers wait for
+        self._came: dict[int, bytes] = {}  # answers by the number of their request
+        self._reading: asyncio.Task[None] | None = None
 
     def command(self, fd: int) -> list[str]:
         """Command of the child; descriptor `fd` is its end of the socket."""
@@ -238,47 +244,62 @@ class Child:
         """Implements `Worker`: a child has the disk of this process."""
         return str(folder)
 
-    async def call(self, frame: bytes, timeout_s: float, **_: Path | None) -> bytes:
+    async def call(self, frame: bytes, timeout_s: float, *, concurrent: bool = False, **_: Path | None) -> bytes:
         """Sends one frame and returns the answer; callers take turns, and the deadline begins with the turn.
 
-        Raises `ChildDied`. After the deadline it kills the child and raises `TimeoutError`.
+        A `concurrent` call takes no turn: the child answers it while it serves others. Raises `ChildDied`. After
+        the deadline it kills the child and raises `TimeoutError`.
         """
-        async with self._turn:
-            self.send(frame)
+        async with contextlib.nullcontext() if concurrent else self._turn:
+            number = self.send(frame)
             try:
-                return await self.receive(timeout_s)
+                return await self._received(number, timeout_s)
             except TimeoutError:
                 self.kill()
                 raise
 
-    def send(self, frame: bytes) -> None:
-        """Sends one request; later answers to earlier requests are skipped."""
+    def send(self, frame: bytes) -> int:
+        """Sends one request and returns its number; answers without a caller are skipped."""
         self._asked += 1
+        self._came = {number: answer for number, answer in self._came.items() if number in self._waiting}
         self._writer.write(FRAME_HEADER.pack(len(frame), self._asked) + frame)
+        return self._asked
 
     async def receive(self, timeout_s: float) -> bytes:
         """Next frame that answers the newest request. Raises `TimeoutError` at the deadline, `ChildDied`."""
+        return await self._received(self._asked, timeout_s)
+
+    async def _received(self, number: int, timeout_s: float) -> bytes:
+        self._waiting.add(number)
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    return await self._answer()
+                    return await self._answer(number)
             async with asyncio.timeout(BUFFERED_GRACE_S):
-                return await self._answer()
+                return await self._answer(number)
         except (asyncio.IncompleteReadError, ConnectionError):
             raise await self._death() from None
+        finally:
+            self._waiting.discard(number)
 
-    async def _answer(self) -> bytes:
-        """Next answer to the newest request. Cancelling loses no byte: a header already read is kept."""
-        while True:
-            if self._header is None:
-                self._header = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
-            size, number = self._header
-            if size > self.most_frame_bytes:
-                raise ConnectionError(f"a frame of {size} bytes")
-            frame = await self._reader.readexactly(size)
-            self._header = None
-            if number == self._asked:
-                return frame
+    async def _answer(self, number: int) -> bytes:
+        """Next answer to a request; one caller reads for all. A cancellation loses no byte: the reading goes on."""
+        while number not in self._came:
+            if self._reading is None or self._reading.done():
+                self._reading = asyncio.create_task(self._read(), name=f"answer of {self.name}")
+                self._reading.add_done_callback(lambda task: task.cancelled() or task.exception())
+            await asyncio.wait([reading := self._reading])
+            reading.result()
+        return self._came.pop(number)
+
+    async def _read(self) -> None:
+        """Keeps the next frame, if it is wanted."""
+        size, number = FRAME_HEADER.unpack(await self._reader.readexactly(FRAME_HEADER.size))
+        if size > self.most_frame_bytes:
+            raise ConnectionError(f"a frame of {size} bytes")
+        frame = await self._reader.readexactly(size)
+        if number in self._waiting or number == self._asked:
+            self._came[number] = frame
 
     async def died(self) -> Exit:
         """Waits until the child has ended; returns how."""
@@ -322,55 +343,28 @@ class Child:
         await ended(self._process, self.kill, GRACE_S, hurry=self.kill)
 
 
-async def ended(
-    process: asyncio.subprocess.Process,
-    kill: Callable[[], None],
-    grace_s: float,
-    *,
-    hurry: Callable[[], None] = lambda: None,
-) -> None:
-    """Waits for a process to end; kills it after `grace_s`, and waits as long again.
+def serve(connection: socket.socket, answers: Callable[[bytes], Iterable["bytes | Future[bytes]"]]) -> None:
+    """Sends the answers to each request, until the parent closes the socket; the child's side.
 
-    A cancellation calls `hurry`, and takes effect after the wait. The wait runs in the caller's task: an event loop
-    that ends cancels all others, and after closing it would not see the process end.
+    An answer that is a future is sent once it has come, between those to later requests.
     """
-    cancelled = None
-    clock = asyncio.get_running_loop().time
-    until = [clock() + grace_s * n for n in (2, 1)]
-    while process.returncode is None and until:
-        try:
-            async with asyncio.timeout_at(until[-1]):
-                await process.wait()
-        except TimeoutError:
-            until.pop()
-            kill()
-        except asyncio.CancelledError as error:
-            cancelled = error
-            hurry()
-    if cancelled is not None:
-        raise cancelled
+    sending = threading.Lock()
 
+    def send(number: int, answer: bytes) -> None:
+        with sending:
+            send_frame(connection, answer, number)
 
-async def settled(work: asyncio.Future[T]) -> T:
-    """Result of the work; a cancellation takes effect once the work is done."""
-    cancelled = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            cancelled = error
-    result = work.result()
-    if cancelled is not None:
-        raise cancelled
-    return result
+    def send_later(number: int, come: "Future[bytes]") -> None:
+        with contextlib.suppress(OSError):  # the parent has closed the socket
+            send(number, come.result())
 
-
-def serve(connection: socket.socket, answers: Callable[[bytes], Iterable[bytes]]) -> None:
-    """Sends the answers to each request, until the parent closes the socket; the child's side."""
     while (received := receive_frame(connection)) is not None:
         number, frame = received
         for answer in answers(frame):
-            send_frame(connection, answer, number)
+            if isinstance(answer, bytes):
+                send(number, answer)
+            else:
+                answer.add_done_callback(partial(send_later, number))
 
 
 def send_frame(connection: socket.socket, frame: bytes, number: int = 0) -> None:

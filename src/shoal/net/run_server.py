@@ -28,7 +28,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from shoal.errors import ChildDied, ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError, WorkerLost
 from shoal.net.client import LEASE_S, TOKEN_VARIABLE
 from shoal.net.joining import JOIN, NUMBER, PROTOCOL, Admitted, NotJoined, RunRole
 from shoal.net.listening import is_loopback, listening_socket, tls_files, url_of
@@ -37,10 +37,6 @@ from shoal.net.server import HANDLERS, Bounds, decoded, guarded, json, serving
 STOP_GRACE_S = 1
 
 R = TypeVar("R")
-
-
-class WorkerLost(ChildDied):
-    """The process of a role has left; another one can take its place."""
 
 
 class NotWanted(ShoalError):

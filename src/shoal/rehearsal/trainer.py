@@ -60,7 +60,7 @@ class RehearsedTrainer:
         await asyncio.sleep(self.cost.token_s * sum(map(len, rows)) / 3)
         return tuple((LOGPROB,) * (len(row) - 1) for row in rows)
 
-    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
+    async def write_version(self, path: Path | None, *, push: bool = True, later: bool = False) -> float:
         """Takes the seconds of a Version, and writes a file that stands for it."""
         await asyncio.sleep(self.cost.write_s)
         if path is not None:
@@ -74,10 +74,10 @@ class RehearsedTrainer:
         await asyncio.sleep(seconds)
         return seconds
 
-    async def finish_save(self) -> float:
-        """Takes the seconds of the files."""
-        await asyncio.sleep(self.cost.save_s)
-        return self.cost.save_s
+    async def finish_save(self, directory: Path) -> None:
+        """Takes the seconds of a checkpoint's files; a Version's have passed with its write."""
+        if await asyncio.to_thread((directory / "rehearsed").exists):
+            await asyncio.sleep(self.cost.save_s)
 
     async def load(self, directory: Path) -> float:
         """Takes the seconds of a checkpoint."""

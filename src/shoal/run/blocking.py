@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import uvloop
@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 END_S = 12.0
 """Seconds that a run has to end after a stop signal."""
+SAVE_S = 15.0
+"""Seconds that a run has to save after SIGTERM, before it is stopped: schedulers kill 30 s after this signal."""
+SAVERS: list[Callable[[Callable[[], None]], None]] = []
 INTERRUPTED = 130
 """Exit status of a process after a stop signal."""
 
@@ -42,21 +45,43 @@ def bounded_end(end_s: float = END_S) -> Iterator[Callable[[], None]]:
         timer.cancel()
 
 
+@asynccontextmanager
+async def saved_at_stop(save: Callable[[Callable[[], None]], None]) -> AsyncIterator[None]:
+    """Within the block SIGTERM calls `save`, which saves and calls its argument; only then the work is cancelled."""
+    SAVERS.append(save)
+    try:
+        yield
+    finally:
+        SAVERS.remove(save)
+
+
 async def _interruptible(coroutine: Coroutine[Any, Any, T]) -> T:
     """Result of a coroutine of the main thread, which SIGINT and SIGTERM cancel."""
-    task, loop, stopped = asyncio.current_task(), asyncio.get_running_loop(), False
+    task, loop, stopped, saving = asyncio.current_task(), asyncio.get_running_loop(), False, False
     assert task is not None
     if threading.current_thread() is not threading.main_thread():
         return await coroutine
 
     with bounded_end() as begin:
 
-        def stop(number: int, frame: object) -> None:
+        def end() -> None:
             nonlocal stopped
             if not stopped:
                 stopped = True
                 begin()
-                loop.call_soon_threadsafe(task.cancel)
+                task.cancel()
+
+        def begin_to_save(save: Callable[[Callable[[], None]], None]) -> None:
+            loop.call_later(SAVE_S, end)
+            save(end)
+
+        def stop(number: int, frame: object) -> None:
+            nonlocal saving
+            if number == signal.SIGTERM and SAVERS and not saving:
+                saving = True
+                loop.call_soon_threadsafe(begin_to_save, SAVERS[-1])
+            else:
+                loop.call_soon_threadsafe(end)
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -73,8 +98,8 @@ async def _interruptible(coroutine: Coroutine[Any, Any, T]) -> T:
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine and returns its result: here, or in a thread where this one has a running event loop.
 
-    Ctrl-C and SIGTERM cancel the coroutine and raise `KeyboardInterrupt` after its end. What has not ended `END_S`
-    after them is stopped or gone, and ends with this process.
+    Ctrl-C and SIGTERM, after `saved_at_stop`, cancel the coroutine and raise `KeyboardInterrupt` after its end. What
+    has not ended `END_S` after them is stopped or gone, and ends with this process.
     """
     try:
         asyncio.get_running_loop()

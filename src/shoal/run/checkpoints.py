@@ -58,6 +58,8 @@ class Checkpoints:
         self._due, self._clock = CheckpointDue(config.checkpoint.every_steps, clock), clock
         self.saved: int | None = None
         """The step of saved files that are not sealed yet."""
+        self.newest = -1
+        """The newest step of this process whose files were handed over."""
         self._archiving: asyncio.Task[None] | None = None
         self._archived = -1
 
@@ -70,7 +72,7 @@ class Checkpoints:
         began_s = self._clock()
         directory = await asyncio.to_thread(checkpoint.begin, self.run_dir, step)
         busy_s = await self._trainer.save(directory, later=self._config.checkpoint.asynchronous)
-        self.saved = step
+        self.saved = self.newest = step
         self._due.saved(self._clock() - began_s)
         return busy_s
 
@@ -80,7 +82,7 @@ class Checkpoints:
             return
         step, self.saved, began_s = self.saved, None, self._clock()
         if self._config.checkpoint.asynchronous:
-            await self._trainer.finish_save()
+            await self._trainer.finish_save(checkpoint.unfinished(self.run_dir, step))
         await self._buffer.sync()
         await asyncio.to_thread(checkpoint.seal, self.run_dir, step, keep=self._config.checkpoint.keep)
         await self._archive(step, tasks)

@@ -63,6 +63,8 @@ class TrainLoop:
         )
         self._metrics = StepMetrics(policy.buffer, policy.scorer, self.watch, returns, self.totals, parts.clock)
         self._tokens_files = TokensFiles(parts.run_dir)
+        self._end: Callable[[], None] | None = None
+        self._taking: asyncio.Task[tuple[list[Group], list[Group]]] | None = None
         policy.versions.on_inexact = lambda version: parts.trackers.log_event("replay_not_exact", version=version)
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
@@ -72,7 +74,8 @@ class TrainLoop:
         self.evaluations.cost.begin()
         for step in range(self.first_step, train.steps):
             last = step == train.steps - 1
-            await self._step(step, new_version=last or (step + 1) % train.push_every == 0)
+            groups, external = await self._groups(step, tasks)
+            await self._step(step, groups, external, new_version=last or (step + 1) % train.push_every == 0)
             await self._seal(tasks)  # of the step before
             if last or self.checkpoints.due_after(step):
                 with self._metrics.waiting("save_s"):
@@ -92,15 +95,44 @@ class TrainLoop:
         """Counters, of which at least one changes with any progress of the run."""
         return (*self.watch.progress, self.policy.version, len(self.totals.rewards), len(self.totals.evals))
 
-    async def _step(self, step: int, *, new_version: bool) -> None:
-        policy, version, metrics = self.policy, self.policy.version, self._metrics
-        with metrics.waiting("groups_wait_s"):
+    def stop(self, end: Callable[[], None]) -> None:
+        """Has the loop save, after the step under way or at once if it waits for groups, and then call `end`."""
+        self._end = end
+        if self._taking is not None:
+            self._taking.cancel()
+
+    async def _groups(self, step: int, tasks: asyncio.TaskGroup) -> tuple[list[Group], list[Group]]:
+        """Own groups and those of peers for a step; never returns once the loop is to stop."""
+
+        async def taken() -> tuple[list[Group], list[Group]]:
             async with asyncio.TaskGroup() as both:
-                taking = both.create_task(policy.take())
+                taking = both.create_task(self.policy.take())
                 # While the step waits for own groups, the trainer is free to encode those of peers, and to compare.
                 both.create_task(self._compare_engines())
-                encoding = both.create_task(self._external_groups(version))
-        groups, external = taking.result(), encoding.result()
+                encoding = both.create_task(self._external_groups(self.policy.version))
+            return taking.result(), encoding.result()
+
+        if self._end is None:
+            self._taking = asyncio.create_task(taken(), name="groups of a step")
+            try:
+                with self._metrics.waiting("groups_wait_s"):
+                    return await self._taking
+            except asyncio.CancelledError:
+                if self._end is None:
+                    raise
+            finally:
+                self._taking = None
+        assert self._end is not None
+        await self._seal(tasks)
+        if step > self.first_step and self.checkpoints.newest < step - 1:
+            await self.checkpoints.save(step - 1)
+            await self._seal(tasks)
+        self._end()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def _step(self, step: int, groups: Sequence[Group], external: Sequence[Group], *, new_version: bool) -> None:
+        policy, version, metrics = self.policy, self.policy.version, self._metrics
         rows = await policy.rows([*groups, *external], version)
         with metrics.waiting("train_s"):
             stats = await self._record_and_train(step, groups, external, rows, new_version=new_version)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from shoal.cluster.rank_group import RankGroup
+from shoal.cluster.rank_group import LOST_FOR_GOOD_S, RankGroup
 from shoal.cluster.registry import RewardsRole
 from shoal.config import Config
 from shoal.engine.pool.engine_pool import EnginePool
@@ -118,7 +118,7 @@ async def opened_policy(
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         roles = await opened(opened_roles(prepared, store, on_event))
-        ranks, mesh, memory = await opened(_ranks(prepared, threads.trainer, roles))
+        ranks, mesh, memory = await opened(_ranks(prepared, threads.trainer, roles, shrinks=resume))
         parts = await opened(
             answering(
                 prepared,
@@ -173,16 +173,17 @@ async def swarm_node(
 
 @asynccontextmanager
 async def _ranks(
-    prepared: Prepared, threads: int, roles: RunServer | None
+    prepared: Prepared, threads: int, roles: RunServer | None, *, shrinks: bool
 ) -> AsyncIterator[tuple[Sequence[Worker], Mesh, int]]:
-    """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`.
+    """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`; a resumed run for the hosts left.
 
-    With them come how they share the weights, and the memory of their smallest GPU, 0 on CPUs.
+    Any number of ranks takes the same steps. With them come how they share the weights, and the memory of their
+    smallest GPU, 0 on CPUs.
     """
     train, places = prepared.config.train, prepared.config.cluster.trainer
 
-    def laid_out(memory: int) -> Mesh:
-        return trainer_mesh(prepared.config, shapes_of(prepared.model_dir), memory)
+    def laid_out(memory: int, ranks: int | None = None) -> Mesh:
+        return trainer_mesh(prepared.config, shapes_of(prepared.model_dir), memory, ranks)
 
     if places is None or roles is None:
         log = Path(prepared.config.run_dir) / "logs" / "trainer.log"
@@ -190,9 +191,12 @@ async def _ranks(
             memory = gpu_bytes() if prepared.devices.ranks else 0
             yield own, laid_out(memory), memory
         return
-    group = RankGroup(places.ranks, lambda memory: laid_out(memory).per_copy)
+    patience_s = LOST_FOR_GOOD_S if shrinks else None
+    group = RankGroup(
+        places.ranks, places.gpus or None, patience_s, lambda ranks, memory: laid_out(memory, ranks).per_copy
+    )
     async with group.ranks(roles) as joined:
-        yield joined, laid_out(group.gpu_bytes), group.gpu_bytes
+        yield joined, laid_out(group.gpu_bytes, len(joined)), group.gpu_bytes
 
 
 def _fitting(prepared: Prepared, mesh: Mesh, memory: int, on_stage: Callable[[str], None]) -> Config:

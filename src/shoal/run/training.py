@@ -9,25 +9,24 @@ names it; `--resume` continues from the log.
 
 import asyncio
 import time
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AsyncExitStack
-from itertools import count
 from pathlib import Path
 from statistics import fmean
 
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
-from shoal.errors import ChildDied, ConfigError
+from shoal.errors import ChildDied, ConfigError, WorkerLost
 from shoal.interfaces import Scorer, WholeExchange, Worker
 from shoal.net.process import cores
-from shoal.net.run_server import WorkerLost
 from shoal.observe.metrics import read_records, stage
 from shoal.rollout.comparison import certified
 from shoal.rollout.constant_answers import paid_constants
 from shoal.rollout.evaluation import held_out_tasks
 from shoal.rollout.single_turn import SingleTurn
 from shoal.run.backup import back_up, check_backup, keep_backup
-from shoal.run.blocking import run_blocking
+from shoal.run.blocking import run_blocking, saved_at_stop
 from shoal.run.engine_mismatch import differences
 from shoal.run.join_swarm import report_connection
 from shoal.run.loop import RunParts, TrainLoop
@@ -48,7 +47,23 @@ from shoal.weights.store import ADAPTER_FILE, FILE, write_model
 
 PARITY_TOKENS = 24
 MOST_RANK_GROUPS = 16
-"""Groups of ranks on other hosts that a run may lose; it goes on from its log with the next one."""
+"""Groups of ranks that a run may lose in an hour; it goes on from its log with the next one."""
+HOUR_S = 3600.0
+
+
+class LostGroups:
+    """Losses of rank groups in the last hour."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._lost_s = clock, deque[float]()
+
+    def may_go_on(self) -> bool:
+        """Notes a loss; returns whether a run goes on after it."""
+        now_s = self._clock()
+        self._lost_s.append(now_s)
+        while now_s - self._lost_s[0] >= HOUR_S:
+            self._lost_s.popleft()
+        return len(self._lost_s) <= MOST_RANK_GROUPS
 
 
 def train_with_progress(config: Config, *, resume: bool = False) -> Result:
@@ -69,16 +84,16 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
             listener(stage(words))
 
     show("checking model, tasks and rewards")
+    lost = LostGroups()
     with launched(config, show) as token:
-        for attempt in count():
+        while True:
             try:
                 with prepare(config, token=token) as prepared:
                     return run_blocking(train(prepared, resume=resume, listeners=listeners))
             except* WorkerLost:
-                if attempt == MOST_RANK_GROUPS:
+                if not lost.may_go_on():
                     raise
                 resume = (Path(config.run_dir) / "log.sqlite").is_file()
-    raise AssertionError
 
 
 async def train(
@@ -206,7 +221,7 @@ async def train_and_evaluate(policy: Policy, parts: RunParts, loop: TrainLoop) -
         background["swarm"] = parts.swarm.run()
         if isinstance(parts.swarm, Node):
             background["watching the swarm"] = report_connection(parts.swarm, parts.trackers.log_event)
-    async with asyncio.TaskGroup() as tasks:
+    async with asyncio.TaskGroup() as tasks, saved_at_stop(loop.stop):
         running = {name: tasks.create_task(part, name=name) for name, part in background.items()}
         await loop.run(tasks)
         trained_s = time.monotonic() - began_s

@@ -51,8 +51,8 @@ class ServedVersions:
         """
         await self.seal()
         unfinished = self._store.begin(number)
-        busy_s = await self._trainer.write_version(unfinished / self._prepared.version_file, push=push)
-        config = self._prepared.config
+        config, file = self._prepared.config, unfinished / self._prepared.version_file
+        busy_s = await self._trainer.write_version(file, push=push, later=config.checkpoint.asynchronous)
         if config.engine.urls or config.cluster.listen:
             await self._write_canary(unfinished)
         self._unsealed = self.number = number
@@ -64,6 +64,8 @@ class ServedVersions:
         async with self._sealing:
             if (number := self._unsealed) is None:
                 return
+            if self._prepared.config.checkpoint.asynchronous:
+                await self._trainer.finish_save(self._store.unfinished(number))
             written = await asyncio.to_thread(self._store.seal, number)
             if not await self._buffer.record_version(number, written.checksum):
                 self.on_inexact(number)

@@ -18,8 +18,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from shoal.errors import ShoalError
-from shoal.net.run_server import LeasedWorker, NotWanted, RunServer, WorkerLost
+from shoal.errors import ShoalError, WorkerLost
+from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.net.server import decoded, json
 from shoal.tasks.remote_protocol import Job, JobFailed, Result, RolloutJob, TaskRole
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed

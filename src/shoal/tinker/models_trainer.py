@@ -16,6 +16,7 @@ from shoal.trainer.messages import (
     Adam,
     Close,
     Done,
+    FoundRows,
     Gradient,
     GradientDone,
     LoadCheckpoint,
@@ -102,6 +103,7 @@ class ModelsTrainer:
         """Answer of a trainer that did as asked."""
         assert self._process is not None
         answer = await self._process.ask(request)
+        assert not isinstance(answer, FoundRows)
         if isinstance(answer, TrainerFailed):
             raise RequestRefused(answer.reason) if answer.refused else EngineError(answer.reason)
         if isinstance(answer, Done) and not isinstance(request, Accumulate):

@@ -7,6 +7,7 @@ Each frame of `shoal.net.process` holds the `shoal.wire` bytes of one message. E
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, TypeAlias, cast, get_type_hints
 
 import msgspec
@@ -20,6 +21,8 @@ ANSWER_TIMEOUT_S = 6 * 3600.0
 """Seconds, longer than any step: a trainer that hangs must not block a run."""
 OTHER_RANK = "another rank refused its rows"
 """Reason of a rank that fails because another one does."""
+DUMP = "TORCH_FR_DUMP_TEMP_FILE"
+"""Variable with the path of a dump of collectives, without the rank, with which NCCL and `_failed` end it."""
 RANGES = ".ranges"
 """Suffix of a sidecar file with [offset, size] of each range that a rank has written."""
 RATIO_BOUNDS = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0, 5.0)
@@ -156,6 +159,8 @@ class WriteVersion(msgspec.Struct, frozen=True, tag=True):
     push: bool = True
     """Whether the write counts as a push; false when a resumed run rewrites its last Version."""
     name: str = RUN
+    later: bool = False
+    """Whether the answer comes once the weights are copied; `FinishSave` waits for the file."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
@@ -168,11 +173,24 @@ class SaveCheckpoint(msgspec.Struct, frozen=True, tag=True):
 
 
 class FinishSave(msgspec.Struct, frozen=True, tag=True):
-    """Request to wait for the files of a `SaveCheckpoint` for later."""
+    """Request to wait for the files that a `SaveCheckpoint` or `WriteVersion` for later writes into a directory.
+
+    It is answered while the trainer serves other requests.
+    """
+
+    directory: str
 
 
 class LoadCheckpoint(msgspec.Struct, frozen=True, tag=True):
     """Request to continue from the files of `SaveCheckpoint`; without `optimizer` only its weights are read."""
+
+    directory: str
+    name: str = RUN
+    optimizer: bool = True
+
+
+class FindRows(msgspec.Struct, frozen=True, tag=True):
+    """Request for the ranges of the files of `LoadCheckpoint` that a rank reads; the directory has their headers."""
 
     directory: str
     name: str = RUN
@@ -269,6 +287,12 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Updates that the model of the request has taken."""
 
 
+class FoundRows(msgspec.Struct, frozen=True, tag=True):
+    """Answer to `FindRows`: offset and size of each range, by the file's name."""
+
+    ranges: dict[str, tuple[tuple[int, int], ...]]
+
+
 class TrainerFailed(msgspec.Struct, frozen=True, tag=True):
     """Answer to a request that failed; the process keeps serving."""
 
@@ -292,10 +316,10 @@ class Accumulated(msgspec.Struct, frozen=True, tag=True):
     parts: tuple[GradientDone | TrainerFailed, ...]
 
 
-OfRun: TypeAlias = StartTrainer | Step | WeighGroups | ComputeLogprobs | FinishSave
+OfRun: TypeAlias = StartTrainer | Step | WeighGroups | ComputeLogprobs | FinishSave | FindRows
 OfModel: TypeAlias = Open | Close | OptimStep | WriteVersion | SaveCheckpoint | LoadCheckpoint
 Request: TypeAlias = OfRun | OfModel | Accumulate
-Answer: TypeAlias = Done | Accumulated | TrainerFailed
+Answer: TypeAlias = Done | Accumulated | FoundRows | TrainerFailed
 
 
 def request_from(data: bytes) -> Request:
@@ -340,3 +364,8 @@ class FakeTaken(msgspec.Struct, frozen=True):
     def peak(self) -> int:
         """Most memory of a step."""
         return self.weights + self.passing + self.moments
+
+
+def flight_recorder(folder: Path) -> dict[str, str]:
+    """Variables under which torch records the collectives of a rank; a file in `folder` has them once one hangs."""
+    return {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", DUMP: f"{folder}/collectives-"}

@@ -4,7 +4,8 @@ Gradients of `accumulate` add up until `update`, model by model; models on one b
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import count
 from pathlib import Path
@@ -21,7 +22,7 @@ from shoal.files import replaced
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.model.packed import target_logprobs
 from shoal.trainer.adapters import CONFIG_FILE, SOLE, WEIGHTS_FILE, Adapters, layers_of_kind, merged_tensors
-from shoal.trainer.checkpoint_files import MODEL_FILE, CheckpointFiles
+from shoal.trainer.checkpoint_files import MODEL_FILE, CheckpointFiles, LaterFiles
 from shoal.trainer.datum_loss import LOSSES
 from shoal.trainer.messages import RUN, Adam, Datum, Gradient, GradientDone, Open, TrainerFailed
 from shoal.trainer.optim import Optimizer
@@ -60,7 +61,8 @@ class TrainedModel:
         self._critic = critic or {}
         self._dtype, self._ranks = dtype, ranks
         self._optimizer = Optimizer(trained, train, self._critic)
-        self._files = CheckpointFiles(self._trained, self._optimizer, ranks)
+        self._later = LaterFiles()
+        self._files = CheckpointFiles(self._trained, self._optimizer, ranks, self._later)
         self._version: VersionRows | None = None
 
     @property
@@ -82,26 +84,32 @@ class TrainedModel:
         """Weights by name, float32, tied ones once, sharded with several ranks; adapters are merged."""
         return merged_tensors(self.model, self.adapters, self.owner)
 
-    def write_weights(self, path: Path) -> None:
+    def write_weights(self, path: Path, *, later: bool = False) -> None:
         """Writes the weights, in the dtype of the config, as safetensors. Raises `TrainerError`.
 
-        Each rank writes the rows that it has: the file is whole when all have answered, and appears whole with one.
+        For `later` it copies them, and `written` tells when the file is there. Each rank writes the rows that it has:
+        the file is whole when all have written theirs, and appears whole with one.
 
         Tensors have the names of the architecture's checkpoints, such as one for each expert. Adapters are merged into
         the weights. A path with the name of an adapter's file gets the adapters, and its folder their settings.
         """
         if path.name == WEIGHTS_FILE and self.adapters is not None:
             adapter, settings = self.adapters.files(self.owner)
-            self._write(path, RowLayout.of(adapter), rows_of(adapter, self._ranks))
+            self._write(path, RowLayout.of(adapter), rows_of(adapter, self._ranks), later=later)
             if self._ranks.first:
                 path.with_name(CONFIG_FILE).write_text(settings)
             return
         weights = self.tensors()
         self._version = self._version or VersionRows.of(self.model, weights, self._dtype)
-        self._write(path, self._version.layout, self._version.rows(weights, self._dtype, self._ranks))
+        rows = self._version.rows(weights, self._dtype, self._ranks)
+        self._write(path, self._version.layout, rows, later=later)
 
-    def _write(self, path: Path, layout: RowLayout, rows: Iterator[Rows]) -> None:
+    def _write(self, path: Path, layout: RowLayout, rows: Iterable[Rows], *, later: bool = False) -> None:
         """Writes this rank's rows; a rank alone gives the file its name once it is whole."""
+        if later:
+            copies = [one.copied() for one in rows]
+            self._later.add(path.parent, lambda: self._write(path, layout, copies))
+            return
         try:
             with replaced(path) if self._ranks.count == 1 else nullcontext(path) as unfinished:
                 write_rows(unfinished, layout, rows, self._ranks)
@@ -115,13 +123,17 @@ class TrainedModel:
     def save(self, directory: Path, *, later: bool = False) -> None:
         """Writes float32 weights, moments and counters into an existing directory, readable by any number of ranks.
 
-        For `later` it copies them, and `finish_save` waits for their files. Raises `TrainerError`.
+        For `later` it copies them, and `written` tells when the files are there. Raises `TrainerError`.
         """
         self._files.save(directory, later=later)
 
-    def finish_save(self) -> None:
-        """Waits for the files of a `save` for later. Raises `TrainerError`."""
-        self._files.finish()
+    def written(self, directory: Path) -> Future[None]:
+        """Done when the files that were to be written later into a directory are there; fails with `TrainerError`."""
+        return self._later.written(directory)
+
+    def ranges(self, directory: Path, *, optimizer: bool) -> dict[str, tuple[tuple[int, int], ...]]:
+        """Offset and size of each range that `load` reads here, by file; the files may have their headers only."""
+        return self._files.ranges(directory, optimizer=optimizer)
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Loads the files that `save` wrote; without `optimizer` moments and counters start from zero.
@@ -202,12 +214,12 @@ class TrainedModels:
         if trained is not None and trained.adapters is not None:
             trained.adapters.remove(trained.owner)
 
-    def write_weights(self, name: str, path: Path) -> None:
+    def write_weights(self, name: str, path: Path, *, later: bool = False) -> None:
         """Writes what an engine loads: an adapter, or the whole weights where engines serve no adapter of the kind."""
         trained = self[name]
         whole = trained.adapters is None or trained.adapters.of_experts(trained.owner)
         other = name != RUN and path.name == WEIGHTS_FILE and whole
-        trained.write_weights(path.with_name(MODEL_FILE) if other else path)
+        trained.write_weights(path.with_name(MODEL_FILE) if other else path, later=later)
 
     def accumulate(self, jobs: Sequence[Gradient]) -> list[GradientDone | TrainerFailed]:
         """Adds the gradient of each job to its model; gives its logprobs and loss, or why the job is wrong."""

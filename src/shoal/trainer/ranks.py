@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 
 import psutil
 import torch
 from torch import Tensor, distributed, nn
+from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -62,6 +64,12 @@ class Ranks:
             world_size=self.count,
             timeout=PATIENCE,
         )
+
+    def dump_collectives(self, prefix: str | None) -> None:
+        """Writes the newest collectives of this rank, and which of them ended, to a JSON file of that prefix."""
+        if prefix:
+            trace = _distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
+            Path(f"{prefix}{self.index}.json").write_bytes(trace)
 
     def shard(self, model: nn.Module, device: str, dtype: torch.dtype = torch.float32) -> None:
         """Shards every tensor of the model over the ranks; a tensor is whole, and of the `dtype`, while its layer

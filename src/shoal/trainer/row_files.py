@@ -9,7 +9,7 @@ and writes its ranges in place. The file has the bytes that one writer would giv
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.errors import TrainerError
+from shoal.files import HEAD_BYTES
 from shoal.trainer.messages import RANGES
 from shoal.trainer.ranks import Ranks, own_rows, rows_here
 
@@ -44,6 +45,10 @@ class Rows:
     name: str
     first: int
     values: Tensor
+
+    def copied(self) -> "Rows":
+        """Rows whose values no step changes."""
+        return replace(self, values=self.values.detach().to("cpu", copy=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +127,29 @@ def _place(file: FileIO, data: "bytes | memoryview", offset: int, ranges: list[l
         ranges[-1][1] += len(data)
     else:
         ranges.append([offset, len(data)])
+
+
+def ranges_here(path: Path, alike: Mapping[str, Tensor]) -> tuple[tuple[int, int], ...]:
+    """Offset and size of each range after the header that `read_rows` reads; the file may have its header only.
+
+    Raises `TrainerError`.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(HEAD_BYTES), "little")
+            entries: dict[str, dict[str, list[int]]] = json.loads(file.read(size))
+    except (OSError, ValueError) as error:
+        raise TrainerError(f"{path}: expected a file that the trainer saved: {error}") from error
+    ranges = list[tuple[int, int]]()
+    for name in entries.keys() - {"__metadata__"}:
+        begin, end = (HEAD_BYTES + size + offset for offset in entries[name]["data_offsets"])
+        here = alike.get(name)
+        if isinstance(here, DTensor):
+            rows, row_bytes = rows_here(here), (end - begin) // max(1, here.shape[0])
+            begin, end = begin + rows.start * row_bytes, begin + rows.stop * row_bytes
+        if begin < end:
+            ranges.append((begin, end - begin))
+    return tuple(sorted(ranges))
 
 
 def read_rows(path: Path, alike: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -23,13 +24,14 @@ import msgspec
 from shoal import wire
 from shoal.config import Config, ModelConfig
 from shoal.config.training import TrainConfig
-from shoal.errors import ChildDied, ShoalError, TrainerError
+from shoal.errors import ChildDied, ShoalError, TrainerError, WorkerLost
 from shoal.interfaces import Worker
 from shoal.net.listening import free_port
-from shoal.net.process import Child, die_with_parent, loading, serve, torch_environment
+from shoal.net.process import Child, Exit, die_with_parent, loading, serve, torch_environment
 from shoal.trainer.heap import Heap
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
+    DUMP,
     OTHER_RANK,
     RUN,
     Accumulate,
@@ -38,7 +40,9 @@ from shoal.trainer.messages import (
     Close,
     ComputeLogprobs,
     Done,
+    FindRows,
     FinishSave,
+    FoundRows,
     LoadCheckpoint,
     Logprobs,
     Open,
@@ -53,6 +57,7 @@ from shoal.trainer.messages import (
     WeighGroups,
     WriteVersion,
     answer_from,
+    flight_recorder,
     request_from,
 )
 from shoal.trainer.packing import Packer
@@ -81,7 +86,9 @@ async def local_ranks(
             where = of_several if count > 1 else []
             name, file = (f"trainer rank {index}", log.with_stem(f"{log.stem}-{index}")) if index else ("trainer", log)
             environment = torch_environment(max(1, threads // count), gpus[index : index + 1], gathers=count > 1)
-            child = Child(name, "shoal.trainer.worker", where, file, environment, advice=advice)
+            kind = GroupedRank if count > 1 else Child
+            env = environment | flight_recorder(log.parent)
+            child = kind(name, "shoal.trainer.worker", where, file, env, advice=advice)
             ranks.append(await stack.enter_async_context(child))
         yield ranks
 
@@ -106,17 +113,25 @@ class StepTrainer(Protocol):
     async def logprobs(self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Logprobs:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
 
-    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
-        """Writes the weights to a file, if `path` is given; returns its seconds. `push` counts the write as a push."""
+    async def write_version(self, path: Path | None, *, push: bool = True, later: bool = False) -> float:
+        """Writes the weights to a file, if `path` is given, or copies them; `push` counts the write as a push."""
 
     async def save(self, directory: Path, *, later: bool = False) -> float:
         """Writes a checkpoint into an existing directory, or copies it for later; returns its seconds."""
 
-    async def finish_save(self) -> float:
-        """Waits for the files of a `save` for later; returns its seconds."""
+    async def finish_save(self, directory: Path) -> None:
+        """Waits for the files that are written into a directory later."""
 
     async def load(self, directory: Path) -> float:
         """Loads what `save` wrote; returns its seconds."""
+
+
+class GroupedRank(Child):
+    """Rank of a group on this machine. With its end the group is dissolved, and a run goes on from its log."""
+
+    async def died(self) -> Exit:
+        """Raises `WorkerLost` at the end."""
+        raise WorkerLost(str(await super().died()))
 
 
 class TrainerProcess:
@@ -164,21 +179,21 @@ class TrainerProcess:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens."""
         return await self._ask(tuple, ComputeLogprobs(tuple(map(tuple, rows)), temperature))
 
-    async def write_version(self, path: Path | None, *, push: bool = True) -> float:
-        """Writes the weights to a safetensors file, if `path` is given; returns its seconds.
+    async def write_version(self, path: Path | None, *, push: bool = True, later: bool = False) -> float:
+        """Writes the weights to a safetensors file, if `path` is given, or copies them for later; returns its seconds.
 
         `push` counts the write as a push.
         """
-        return await self._ask(float, WriteVersion(None if path is None else str(path), push))
+        return await self._ask(float, WriteVersion(None if path is None else str(path), push, later=later))
 
     async def save(self, directory: Path, *, later: bool = False) -> float:
         """Writes weights, optimizer and counters into an existing directory, or copies them for later; returns its
         seconds."""
         return await self._ask(float, SaveCheckpoint(str(directory), later))
 
-    async def finish_save(self) -> float:
-        """Waits for the files of a `save` for later; returns its seconds."""
-        return await self._ask(float, FinishSave())
+    async def finish_save(self, directory: Path) -> None:
+        """Waits for the files that are written into a directory later; the trainer serves others meanwhile."""
+        await self._ask(float, FinishSave(str(directory)))
 
     async def load(self, directory: Path) -> float:
         """Loads weights, optimizer and counters that `save` wrote; returns its seconds."""
@@ -222,7 +237,8 @@ class TrainerProcess:
         has_rows = isinstance(request, Step | WeighGroups | ComputeLogprobs | Accumulate)  # long ones take long
         frame = await asyncio.to_thread(wire.encode, request) if has_rows else wire.encode(request)
         try:
-            return answer_from(await rank.call(frame, self._timeout_s, **folders))
+            concurrent = isinstance(request, FinishSave)
+            return answer_from(await rank.call(frame, self._timeout_s, concurrent=concurrent, **folders))
         except TimeoutError:
             name = type(request).__name__
             why = f"the trainer process has not answered {name} for {self._timeout_s:g} s"
@@ -238,9 +254,9 @@ def _placed(request: Request, rank: Worker) -> tuple[Request, dict[str, Path]]:
         case WriteVersion(str(path)):
             folder = Path(path).parent
             return changed(request, path=f"{rank.place(folder)}/{Path(path).name}"), {"filled": folder}
-        case SaveCheckpoint() | LoadCheckpoint():
+        case SaveCheckpoint() | FinishSave() | LoadCheckpoint():
             folder = Path(request.directory)
-            role = "filled" if isinstance(request, SaveCheckpoint) else "fetched"
+            role = "fetched" if isinstance(request, LoadCheckpoint) else "filled"
             return changed(request, directory=rank.place(folder)), {role: folder}
     return request, {}
 
@@ -261,7 +277,7 @@ def main(arguments: Sequence[str]) -> None:
 
     server = Server(Ranks(options.rank, options.ranks, options.ranks_per_copy, options.shared_disk), options.master)
     with socket.socket(fileno=options.fd) as connection:
-        serve(connection, lambda frame: [wire.encode(server.answer(frame))])
+        serve(connection, lambda frame: [server.reply(frame)])
 
 
 class Server:
@@ -275,8 +291,20 @@ class Server:
         self._models = TrainedModels()
         self._heap = Heap()
 
-    def answer(self, frame: bytes) -> Answer:
-        """Answers a request."""
+    def reply(self, frame: bytes) -> "bytes | Future[bytes]":
+        """Encoded answer to a request; that to `FinishSave` comes with the last byte of the files."""
+        answer, coming = self.answer(frame), Future[bytes]()
+        if not isinstance(answer, Future):
+            return wire.encode(answer)
+
+        def come(written: "Future[None]") -> None:
+            coming.set_result(wire.encode(_failed(error) if (error := written.exception()) else Done(0.0)))
+
+        answer.add_done_callback(come)
+        return coming
+
+    def answer(self, frame: bytes) -> "Answer | Future[None]":
+        """Answers a request, at once but for `FinishSave`."""
         started = time.perf_counter()
         try:
             request = request_from(frame)
@@ -287,19 +315,26 @@ class Server:
                     trainer = start(request, self._ranks)
                 self._models.add(RUN, trainer)
                 return Done(float(trainer.tokens_per_microbatch))
-            value = answer_to(request, self._models)
-            if isinstance(value, Accumulated):
+            if isinstance(request, FinishSave):
+                return self._models[RUN].written(Path(request.directory))
+            if isinstance(value := answer_to(request, self._models), Accumulated | FoundRows):
                 return value
             if isinstance(request, Step):
                 self._heap.settle()
             name = getattr(request, "name", RUN)
             updates = 0 if isinstance(request, Close) else self._models[name].updates
             return Done(time.perf_counter() - started if value is None else value, updates)
-        except ShoalError as error:
-            return TrainerFailed(str(error), refused=True)
         except Exception as error:  # any error of torch, disk or memory, or a bug: the other models continue
-            traceback.print_exception(error, file=sys.stderr)
-            return TrainerFailed(f"{type(error).__name__}: {error}")
+            if self._ranks.count > 1 and not isinstance(error, ShoalError):
+                self._ranks.dump_collectives(os.environ.get(DUMP))
+            return _failed(error)
+
+
+def _failed(error: BaseException) -> TrainerFailed:
+    if isinstance(error, ShoalError):
+        return TrainerFailed(str(error), refused=True)
+    traceback.print_exception(error, file=sys.stderr)
+    return TrainerFailed(f"{type(error).__name__}: {error}")
 
 
 def start(request: StartTrainer, ranks: "Ranks") -> "Trainer":
@@ -315,7 +350,9 @@ def start(request: StartTrainer, ranks: "Ranks") -> "Trainer":
     return Trainer(request.model_path, model, train, *rollout, ranks=ranks)
 
 
-def answer_to(request: Request, models: "TrainedModels") -> StepStats | Logprobs | float | Accumulated | None:
+def answer_to(
+    request: Request, models: "TrainedModels"
+) -> StepStats | Logprobs | float | Accumulated | FoundRows | None:
     """Carries out a request; returns its result if it has one. Raises `TrainerError` for a model that is not there."""
     match request:
         case Step():
@@ -334,15 +371,15 @@ def answer_to(request: Request, models: "TrainedModels") -> StepStats | Logprobs
             return Accumulated(tuple(models.accumulate(jobs)))
         case OptimStep(name, adam):
             return models[name].update(adam)
-        case WriteVersion(path, push, name):
+        case WriteVersion(path, push, name, later):
             if path is not None:
-                models.write_weights(name, Path(path))
+                models.write_weights(name, Path(path), later=later)
             if push:
                 models[name].count_push()
         case SaveCheckpoint(directory, later, name):
             models[name].save(Path(directory), later=later)
-        case FinishSave():
-            models[RUN].finish_save()
+        case FindRows(directory, name, optimizer):
+            return FoundRows(models[name].ranges(Path(directory), optimizer=optimizer))
         case LoadCheckpoint(directory, name, optimizer):
             models[name].load(Path(directory), optimizer=optimizer)
     return None

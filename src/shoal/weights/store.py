@@ -42,11 +42,15 @@ class WeightStore:
 
         Raises `RunDirError`.
         """
-        unfinished = self._directory / f"v{version}.unfinished"
+        unfinished = self.unfinished(version)
         shutil.rmtree(unfinished, ignore_errors=True)
         with self._writing():
             unfinished.mkdir()
         return unfinished
+
+    def unfinished(self, version: int) -> Path:
+        """Folder that `begin` makes."""
+        return self._directory / f"v{version}.unfinished"
 
     def directory_of(self, version: int) -> Path:
         """Folder of a sealed Version."""
@@ -54,7 +58,7 @@ class WeightStore:
 
     def seal(self, version: int) -> WrittenVersion:
         """Renames a begun directory to its Version, replacing an older one. Raises `RunDirError`."""
-        unfinished, final = self._directory / f"v{version}.unfinished", self._directory / f"v{version}"
+        unfinished, final = self.unfinished(version), self.directory_of(version)
         with self._writing():
             name = _name_in(unfinished)
             digest = checksum(unfinished / name, KNOWN(unfinished / name))

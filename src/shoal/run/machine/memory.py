@@ -15,8 +15,11 @@ from shoal.run.machine.mesh import STATE_BYTES, Mesh, mesh_of
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2}
 
 
-def trainer_mesh(config: Config, shapes: Mapping[str, list[int]], gpu_bytes: int) -> Mesh:
-    """Mesh of the run's ranks, each with a GPU of that memory, or 0 on CPUs, for a model of these shapes."""
+def trainer_mesh(config: Config, shapes: Mapping[str, list[int]], gpu_bytes: int, ranks: int | None = None) -> Mesh:
+    """Mesh of the run's ranks, each with a GPU of that memory, or 0 on CPUs, for a model of these shapes.
+
+    `ranks` have joined, if they are fewer than the configured ones.
+    """
     numbers, lora, places = sum(map(prod, shapes.values())), config.train.lora, config.cluster.trainer
     adapters = sum(lora.rank * sum(shape) for shape in adapted_shapes(lora.targets, shapes)) if lora.rank else 0
     sharded = (places.ranks if places else config.train.ranks) > 1
@@ -24,10 +27,11 @@ def trainer_mesh(config: Config, shapes: Mapping[str, list[int]], gpu_bytes: int
     kept = NUMBER_BYTES[config.model.dtype] if sharded else NUMBER_BYTES["float32"]
     state = (adapters or numbers) * STATE_BYTES + frozen * kept
     if places is not None and config.train.experts == "torchtitan":
-        return Mesh(places.ranks, places.ranks, state)
+        return Mesh(ranks or places.ranks, ranks or places.ranks, state)
     if places is None:
         return Mesh(config.train.ranks, config.train.ranks, state)
-    return mesh_of(state, places.ranks, places.gpus, gpu_bytes, config.train.ranks)
+    count, asked = ranks or places.ranks, config.train.ranks
+    return mesh_of(state, count, places.gpus, gpu_bytes, 1 if count % asked else asked)
 
 
 def engine_bytes(config: Config, model_dir: Path, row_tokens: int) -> dict[str, int]:
