@@ -62,9 +62,11 @@ torch.set_num_threads(1)
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from shoal.model import packed
 from shoal.model.loading import ATTENTION
+from shoal.model.mixers import Forwards
 model = Qwen2ForCausalLM._from_config(
     Qwen2Config(vocab_size=150_000, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
                 num_key_value_heads=2), attn_implementation=ATTENTION)
+Forwards(model)
 for rows in map(int, sys.argv[1:]):
     tokens_T = torch.randint(0, 150_000, (rows * 128,))
     at_N = torch.arange(rows * 128)[torch.arange(rows * 128) % 128 > 0]
