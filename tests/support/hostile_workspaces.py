@@ -53,6 +53,8 @@ LIVING: Mapping[str, str] = {
     "a double fork": "python -c 'import os, time; os.fork() or os.setsid() or os.fork() or time.sleep({mark})'",
     "a process that ignores signals": "(trap '' HUP TERM INT; nohup sleep {mark} &) ; :",
     "a stopped process": "sleep {mark} & kill -STOP $!",
+    "many processes": "for i in $(seq 200); do sleep {mark} & done",
+    "a fork bomb": "b() {{ b | b & }}; b; sleep 1",
 }
 REACHING: Mapping[str, str] = {
     "the server by bash": "exec 3<>/dev/tcp/127.0.0.1/{port}; echo hello >&3",

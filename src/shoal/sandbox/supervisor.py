@@ -16,9 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shoal.errors import SandboxUnavailable
-from shoal.sandbox.command import WORK_FOLDER, boxed, launch_spec
+from shoal.sandbox.command import WORK_FOLDER, LaunchSpec, boxed, launch_spec
 from shoal.sandbox.kernel import MOST_FILES, MOST_TREE_FILES, NONE, PARENT
 from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits, WorkTree
+from shoal.sandbox.task_limit import is_exempt, task_group
 from shoal.sandbox.usage import folder_holds_more, remove_tree, unshared_bytes, usage_of
 
 START_TIMEOUT_S = 20.0
@@ -27,6 +28,8 @@ END_TIMEOUT_S = 10.0
 """Seconds for the kernel to remove killed processes."""
 WATCH_EVERY_S = 0.025
 _CHUNK_BYTES = 1 << 16
+_OWN_TASKS = 2
+"""Processes of a sandbox that are not its program's: bubblewrap or the launcher, and the first process."""
 _WALK_PAUSES = 20
 _CHILD = re.compile(rb'"child-pid": (\d+)')
 _ENDED = re.compile(rb"ended (\d+) ([\d.e-]+)\n")
@@ -62,8 +65,10 @@ def run_on(
                     theirs.enter_context(channel)
                 info_fd = fcntl.fcntl(their_status_fd, fcntl.F_DUPFD_CLOEXEC, 0)
                 theirs.callback(os.close, info_fd)
+                spec = launch_spec(backend, program, limits, folder, their_status_fd, files_fd)
+                limited = stack.enter_context(_limited(spec, limits.processes))
                 process = subprocess.Popen(
-                    boxed(launch_spec(backend, program, limits, folder, their_status_fd, files_fd), info_fd),
+                    [*limited, *boxed(spec, info_fd)],
                     stdin=stdin_fd if channel is None else channel.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
@@ -86,6 +91,24 @@ def _folder(backend: Backend, program: Program, stack: contextlib.ExitStack) -> 
         needed = Backend.NAMESPACES.value + ("" if tree.layers else f" or {Backend.BUBBLEWRAP.value}")
         raise SandboxUnavailable(f"a work tree needs the sandbox {needed}, got {backend.value}")
     return tree.current
+
+
+@contextlib.contextmanager
+def _limited(spec: LaunchSpec, processes: int) -> Iterator[list[str]]:
+    """Command before a sandbox's own that limits its processes, if the program keeps root's user id.
+
+    Raises `SandboxUnavailable` for a work tree of root's on a machine without this limit.
+    """
+    if spec.uid != NONE or spec.backend == Backend.LANDLOCK or not is_exempt(os.geteuid()):
+        yield []
+        return
+    with task_group(processes + _OWN_TASKS) as joined:
+        if joined is None and spec.tree:
+            raise SandboxUnavailable(
+                "a work tree of root's needs a control group for its limit of processes, and none can be made here; "
+                "run Shoal as another user"
+            )
+        yield [] if joined is None else ["/bin/sh", "-c", 'echo $$ >"$0" && exec "$@"', str(joined)]
 
 
 @contextlib.contextmanager
