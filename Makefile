@@ -13,7 +13,7 @@ TEST_JOBS ?= 3
 PYTEST := -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --failed-first
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: rehearsal demo gpu gpus figures figures-check test test-all test-tinker test-vllm torchtitan hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: rehearsal demo gpu gpus figures figures-check test test-all test-tinker test-vllm hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -38,21 +38,6 @@ test-vllm: $(VENV)/dev-installed $(VLLM)/tried
 COOKBOOK := .venv-tinker
 test-tinker: $(VENV)/dev-installed $(COOKBOOK)/installed
 	SHOAL_COOKBOOK="$(CURDIR)/$(COOKBOOK)/packages" $(BIN)/python -m pytest -v tests/tinker
-
-# torchtitan as a backend of the trainer; what it pins differs from Shoal's, so it lies beside the environment.
-TORCHTITAN := .venv-torchtitan
-torchtitan: $(VENV)/dev-installed
-	test -d $(TORCHTITAN) || $(PIP) --no-deps --target $(TORCHTITAN) torchtitan==0.3.0 spmd_types triton tyro typeguard shtab docstring_parser
-	SHOAL_TORCHTITAN="$(CURDIR)/$(TORCHTITAN)" $(BIN)/python -m pytest -v tests/trainer/test_trainer_torchtitan.py
-
-# Published models on 8, 64 and 512 GPUs, without one: one line of JSON. MODELS= names some of them.
-MODELS :=
-gpus: $(VENV)/dev-installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpus $(MODELS)
-
-# On a machine with a GPU: its tests, parity, a run with the local engine, and benches, as build/gpu.md.
-gpu: $(VENV)/dev-installed
-	$(BIN)/python tools/gpu_page.py
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py tests/sandbox/test_hostile_agents.py

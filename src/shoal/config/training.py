@@ -251,10 +251,9 @@ class TrainConfig(Section):
     )
     ranks: int = Field(1, ge=1, le=1024, description="Trainer processes that share sharded weights and moments.")
 
-    experts: Literal["sharded", "parallel", "torchtitan"] = Field(
+    experts: Literal["sharded", "parallel"] = Field(
         "sharded",
-        description="Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them, "
-        "`torchtitan` uses its model and parallelism.",
+        description="Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them.",
     )
 
     def complaints(self) -> Iterator[str]:

@@ -170,8 +170,8 @@ class TrainSettings(TypedDict, total=False):
     """GPU numbers, one per rank; the first ones when empty."""
     ranks: int
     """Trainer processes that share sharded weights and moments."""
-    experts: Literal["sharded", "parallel", "torchtitan"]
-    """Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them, `torchtitan` uses its model and parallelism."""
+    experts: Literal["sharded", "parallel"]
+    """Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them."""
 
 class RewardSettings(TypedDict, total=False):
     """Where answers are scored."""

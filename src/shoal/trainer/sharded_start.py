@@ -6,7 +6,6 @@ Slices of a float32 checkpoint on a CPU are views of the mapped file: they take 
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -38,15 +37,6 @@ def trained_model(
     Weights below adapters have the dtype of the products, because they never change. All ranks call it. Raises
     `ModelError` and `ConfigError`.
     """
-    if train.experts == "torchtitan":
-        if train.lora.rank or train.router_replay or model.gradient_checkpointing:
-            raise ConfigError(
-                "train.experts: expected torchtitan without train.lora, train.router_replay or "
-                "model.gradient_checkpointing"
-            )
-        from shoal.trainer.torchtitan import TitanModel
-
-        return cast("PreTrainedModel", TitanModel(path, ranks, device)), None
     dtype, checkpointing = DTYPES[model.dtype], model.gradient_checkpointing
     if not train.lora.rank:
         return loaded(path, ranks, device, dtype, gradient_checkpointing=checkpointing, files=files), None

@@ -99,8 +99,8 @@ class Trainer(TrainedModel):
             on_gpu=self.device.startswith("cuda"),
         )
         self._config = train
-        self._by_hand = ranks.count == 1 and not model.gradient_checkpointing and train.experts != "torchtitan"
-        self._sharded = ranks.count > 1 and train.experts != "torchtitan"
+        self._by_hand = ranks.count == 1 and not model.gradient_checkpointing
+        self._sharded = ranks.count > 1
         self.keep_gradients(ranks.least(memory_bytes(self.device, ranks.count), self.device))
         self._amid_update = False
         by_hand = self._by_hand and adapters is None

@@ -26,8 +26,6 @@ def trainer_mesh(config: Config, shapes: Mapping[str, list[int]], gpu_bytes: int
     frozen = numbers * ((adapters > 0) + (config.train.kl.coefficient > 0 or config.train.teacher_model is not None))
     kept = NUMBER_BYTES[config.model.dtype] if sharded else NUMBER_BYTES["float32"]
     state = (adapters or numbers) * STATE_BYTES + frozen * kept
-    if places is not None and config.train.experts == "torchtitan":
-        return Mesh(ranks or places.ranks, ranks or places.ranks, state)
     if places is None:
         return Mesh(config.train.ranks, config.train.ranks, state)
     count, asked = ranks or places.ranks, config.train.ranks
