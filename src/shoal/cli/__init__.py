@@ -39,7 +39,7 @@ FIRST, LOOK, MODELS = "Begin here", "Look at runs", "Use models"
 MACHINE, MANY = "This machine", "Several machines"
 BENCHES = (
     *("async", "chaos", "cli", "cluster", "engine", "gateway", "hostile", "links", "memory", "orchestrator", "packing"),
-    *("push", "real", "rewards", "slurm", "swarm", "tinker", "trainer", "trl", "view", "workspaces"),
+    *("push", "real", "rewards", "sealing", "slurm", "swarm", "tinker", "trainer", "trl", "view", "workspaces"),
 )
 """Names of `benchmarks.MODULES`, which an installed package does not have."""
 
