@@ -3,7 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +195,11 @@ def test_a_group_that_has_waited_for_a_lost_host_starts_with_the_whole_hosts_tha
 
         training = asyncio.create_task(train())
         await asyncio.sleep(0)
-        for name, host in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.1")):
-            await server.use(RankRole(address=host, port=1), Worker(name)).__aenter__()  # type: ignore[arg-type]
-        await training
+        async with AsyncExitStack() as joined:
+            for name, host in (("a", "10.0.0.1"), ("b", "10.0.0.2"), ("c", "10.0.0.1")):
+                role = RankRole(address=host, port=1)
+                await joined.enter_async_context(server.use(role, Worker(name)))  # type: ignore[arg-type]
+            await training
 
     asyncio.run(main())
     assert names == ["a", "c"], "the host of b has lost a GPU"

@@ -50,7 +50,7 @@ def test_a_rank_holds_its_part_of_float32_weights_on_its_gpu(started: tuple[Path
         ours = made(published, Ranks(0, count))
         weights = dict(ours.model.named_parameters())
     for one in weights.values():
-        assert (one.device.type, one.dtype, str(one.placements)) == ("cuda", torch.float32, "(Shard(dim=0),)")
+        assert (one.device.type, one.dtype, str(one.placements)) == ("cuda", torch.float32, "(Shard(dim=0),)")  # type: ignore[attr-defined]
         assert local(one).numel() == evenly(one.shape, count)
     assert {buffer.device.type for buffer in ours.model.buffers()} == {"cuda"}
 

@@ -77,7 +77,7 @@ class MortalLoop(VirtualLoop):
             self.dead = True
             raise Killed
         if self._left < 1 and not self.dead:  # some callbacks of the last turn still run
-            ready: Any = self._ready
+            ready: Any = self._ready  # type: ignore[attr-defined]
             self.unrun = [ready.pop() for _ in range(self._dice.randint(0, len(ready)))][::-1]
         if self._dice.random() < self._jumps:
             self.jump(self._dice.expovariate(1 / 300))
@@ -291,7 +291,7 @@ def _first(error: BaseException) -> BaseException:
 def _buried(loop: MortalLoop) -> None:
     """Ends what a dead process left, none of which reaches the disk."""
     loop.set_exception_handler(lambda loop, context: None)
-    loop._ready.extend(loop.unrun)
+    loop._ready.extend(loop.unrun)  # type: ignore[attr-defined]
     for connection in _connections(loop):
         connection.close()
     for _ in range(20):

@@ -66,7 +66,7 @@ def gradient(trainer: Trainer, rows: Sequence[Sample]) -> tuple[list[Tensor], St
     trainer.accumulate(minibatch, totals, Moment(), fresh=True)
     result = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trainer.model.parameters()]
     trainer.model.zero_grad()
-    return result, totals.stats([], [minibatch], 0.0)
+    return result, totals.stats([], [minibatch], 0.0, "")
 
 
 @pytest.fixture(scope="module")

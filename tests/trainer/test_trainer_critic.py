@@ -154,6 +154,6 @@ def test_a_micro_batch_that_stands_for_no_rows_counts_in_no_statistic_of_the_cri
     for batches in (valued, (*valued, idle)):
         totals = StepTotals("cpu")
         ours.accumulate(replace(minibatch, batches=batches), totals, Moment(), fresh=True)
-        losses.append(totals.stats([], [minibatch], 0.0).value_loss)
+        losses.append(totals.stats([], [minibatch], 0.0, "").value_loss)
     assert losses[0] > 0
     assert losses[1] == pytest.approx(losses[0])

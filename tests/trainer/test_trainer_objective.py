@@ -76,7 +76,7 @@ def gradient(
     zeros = [torch.zeros_like(p) if p.grad is None else p.grad for p in ours.model.parameters()]
     result = torch.cat([g.flatten() for g in zeros])
     ours.model.zero_grad()
-    return result, totals.stats([], minibatches, 0.0).loss * len(minibatches)
+    return result, totals.stats([], minibatches, 0.0, "").loss * len(minibatches)
 
 
 @settings(max_examples=40)

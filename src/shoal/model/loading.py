@@ -39,6 +39,8 @@ LAYERS: Final = frozenset(
     }
 )  # fmt: skip
 """Kinds of layers that are computed."""
+SAMPLED_OTHERWISE: Final = frozenset({"diffllama", "hrm_text", "nemotron_h", "zamba2"})
+"""Models whose rows are computed as published, and their answers of the local engine are not (`make architectures`)."""
 Checkpointing: TypeAlias = bool | Literal["selective"]
 """Activations that layers drop: none, all, or the cheap ones."""
 KEPT_OPERATIONS: Final = tuple(
@@ -254,6 +256,11 @@ def refuse_unsupported(config: object) -> None:
         raise ModelError(
             f"weights quantised by {str(method)!r} cannot be trained: expected float32, float16 or bfloat16; "
             "dequantise the model with transformers and save it first"
+        )
+    if (name := getattr(config, "model_type", None)) in SAMPLED_OTHERWISE:
+        raise ModelError(
+            f"models of kind {name!r} are not supported: answers of the local engine have other logprobs than "
+            "transformers' own"
         )
     kinds = set(getattr(config, "layer_types", None) or ())
     if foreign := kinds - LAYERS:

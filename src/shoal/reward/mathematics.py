@@ -40,7 +40,7 @@ _SHORT_UNITS = "mm|cm|km|mi|ft|yd|in|kg|mg|lb|lbs|oz|ml|cl|hz|am|pm|ms|mph|kmh"
 _WORD = (
     rf"(?:(?:{_SHORT_UNITS})\b|(?!(?:sin|cos|tan|sec|csc|cot|log|exp|sqrt|theta|alpha|beta|gamma)\b)[A-Za-zµΩ]{{3,}}+)"
 )
-_RATIO = r"\s[mgshlNJWV]\s*+/\s*+(?:s|h|l|m|g|kg|cm|min|sec)\b(?:\^\{?+\d\}?+|[²³])?+"
+_RATIO = r"\s[mgshlNJWV]\s*+/\s*+(?:s|h|l|m|g|kg|cm|min|sec)(?![A-Za-z])(?:\^\{?+\d\}?+|[²³])?+"
 """Ratio of two units whose first has one letter; other letters are variables."""
 _UNIT = re.compile(
     rf"(?<=[\d.}}])(?:\^\{{?\\circ\}}?|\\circ|°"
