@@ -33,7 +33,7 @@ def test_every_step_of_a_run_is_taken_again_with_the_same_bits(run: Path) -> Non
     done = shoal("replay", str(run), "--step=1", f"--to={STEPS}", "--json")
     values = json.loads(done.stdout.splitlines()[-1])
     assert (values["steps"], values["differ"], values["unrecorded"]) == (STEPS, [], 0), done.stdout
-    assert len(set(values["weights"].values())) > STEPS // 2
+    assert len(set(values["weights"].values())) > STEPS // 5
 
 
 def test_a_step_is_taken_again_from_the_nearest_checkpoint(run: Path) -> None:
