@@ -127,6 +127,8 @@ def test_two_ranks_train_publish_and_save_what_one_does(
     found = wire.decode((results / name / "stats").read_bytes(), list[dict[str, object]], 1 << 20)
     for ours, theirs in zip(found, wanted, strict=True):
         for field, value in ours.items():
+            if field == "weights":  # fingerprints tell equal bits, and several ranks add in another order
+                continue
             expected = getattr(theirs, field)
             assert value == (None if expected is None else pytest.approx(expected, rel=rel, abs=rel / 20)), field
     for path in sorted(tmp_path.rglob("*.safetensors")):
