@@ -78,7 +78,7 @@ def rank(index: int, models: dict[str, Path], folder: Path, master: str, url: st
 def test_ranks_without_a_directory_in_common_write_the_bytes_of_one_rank(tiny_model_dir: Path, tmp_path: Path) -> None:
     mixture = saved("Qwen3Moe", tmp_path / "mixture", num_experts=4, **MIXTURE)
     large = saved("Llama", tmp_path / "large", vocabulary=100_000)
-    joined = saved("HrmText", tmp_path / "joined", num_key_value_heads=4)
+    joined = saved("OlmoHybrid", tmp_path / "joined")
     models, shelf = {"dense": tiny_model_dir, "mixture": mixture, "joined": joined, "large": large}, FileShelf()
     store = WeightStore(tmp_path / "weights")
     folders = {case: store.begin(version) for version, case in enumerate(CASES)}
