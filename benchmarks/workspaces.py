@@ -36,8 +36,8 @@ PATIENT = ProgramLimits(wall_s=120.0, cpu_s=60.0, memory_bytes=1 << 30, processe
 HIDDEN = HiddenTests(
     ("/bin/bash", "/checks/run.sh"),
     ReportKind.EXIT_CODE,
-    {"/checks/run.sh": b'test "$(cat turns.txt)" = "$(printf "turn %d\\n" 0 1 2)"\n'},
-    limits=PATIENT,
+    {"/checks/run.sh": 'test "$(cat turns.txt)" = "$(printf "turn %d\\n" 0 1 2)"\n'},
+    wall_s=PATIENT.wall_s,
 )
 
 

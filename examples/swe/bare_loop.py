@@ -42,7 +42,7 @@ async def main(file: Path, turns: int = 8) -> None:
         for task in tasks_in(file):
             with await opened(task) as workspace:
                 await work(task.problem, Tools(workspace), client, turns)
-                print(task.id, (await judge(workspace, task.hidden)).reward, flush=True)
+                print(task.id, (await judge(workspace, task)).reward, flush=True)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ import pytest
 
 from faulty_package import SOURCE, written
 from shoal.errors import TaskError
+from shoal.software.in_sandbox.suite import TestRun
 from shoal.software.instances import INSTANCES, Instance, package_tree
 from shoal.software.planting import difference, make_set, statement
-from shoal.software.suite import Suite, TestRun
+from shoal.software.suite import Suite
 
 
 @pytest.fixture(scope="module")

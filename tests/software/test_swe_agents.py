@@ -63,7 +63,7 @@ async def reward(agent: str, messages: list[dict[str, Any]]) -> float:
     async with stubbed(Stub(Scripted(messages))) as url, AsyncOpenAI(base_url=url, api_key="x") as client:
         with await opened(TASK) as workspace:
             await work(TASK.problem, Tools(workspace), client, 4)
-            return (await judge(workspace, TASK.hidden)).reward
+            return (await judge(workspace, TASK)).reward
 
 
 @pytest.mark.parametrize(

@@ -30,23 +30,15 @@ from shoal.net.joining import JOIN, NUMBER
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.tasks.library import library_of, written
 from shoal.tasks.remote_environment import RemoteEnvironment
-from shoal.tasks.remote_protocol import (
-    DrawJob,
-    JobScores,
-    JobTask,
-    RolloutJob,
-    ScoreJob,
-    SessionAt,
-    TaskRole,
-)
+from shoal.tasks.remote_protocol import DrawJob, RolloutJob, ScoreJob, TaskRole
 from shoal.tasks.remote_server import NO_PROCESS, Service, ServiceLate, TaskServer
 from shoal.tasks.remote_worker import RemoteWorker
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, definition_at
-from shoal.types import Message, Reward, RewardStatus, Role, Split, Task
+from shoal.types import Message, Outcome, Reward, RewardStatus, Role, Split, Task
 from until import until
 
 ASKED = Task("t", "sums", (Message(Role.USER, "1+1"),))
-SESSION = SessionAt("http://127.0.0.1:1/v1", "http://127.0.0.1:1", "key")
+ROLLOUT = RolloutJob(ASKED, "http://127.0.0.1:1/v1", "http://127.0.0.1:1", "key")
 
 SERVER = RunServer()
 numbers = itertools.count()
@@ -257,7 +249,7 @@ def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to()
         other.terminate()
         assert other.wait(10) == 0
         with pytest.raises(ServiceLate, match="nothing came of a draw"):
-            server.wait(server.call("fast", DrawJob(Split.TRAIN, 0), JobTask, 0.3))
+            server.wait(server.call("fast", DrawJob(Split.TRAIN, 0), Task, 0.3))
 
 
 def test_the_library_of_a_configuration_waits_for_workers_at_its_address() -> None:
@@ -308,7 +300,7 @@ def test_a_process_that_is_stopped_loses_its_jobs() -> None:
         asked = service.draw(Split.TRAIN, 0)
         other.send_signal(signal.SIGSTOP)
         with pytest.raises(EnvironmentFailed, match="is gone") as lost:
-            server.wait(server.call("slow", ScoreJob(asked, ["a"]), JobScores, 60.0))
+            server.wait(server.call("slow", ScoreJob(asked, ["a"]), list[Reward], 60.0))
         assert lost.value.retry
         other.kill()
 
@@ -331,7 +323,7 @@ def test_a_service_without_a_process_for_long_is_not_served_and_what_waits_for_i
         await asyncio.wait([serving])
         await left.wait()
         with pytest.raises(EnvironmentFailed, match=NO_PROCESS):
-            await server.done(server.call("fast", RolloutJob(ASKED, SESSION), JobScores, 60.0))
+            await server.done(server.call("fast", ROLLOUT, Outcome, 60.0))
 
     with TaskServer(["fast"], away_s=0.3) as server:
         asyncio.run(main(server))
@@ -348,11 +340,11 @@ class Wordy(Environment):
 def test_a_result_that_is_too_large_fails_its_job_and_holds_up_no_other() -> None:
     async def main(server: TaskServer) -> None:
         serving = asyncio.create_task(RemoteWorker(Definition("wordy", Wordy()), server.url).run())
-        jobs = [server.done(server.call("wordy", DrawJob(Split.TRAIN, i), JobTask, 10.0)) for i in range(2)]
+        jobs = [server.done(server.call("wordy", DrawJob(Split.TRAIN, i), Task, 10.0)) for i in range(2)]
         large, small = await asyncio.gather(*jobs, return_exceptions=True)
         assert isinstance(large, EnvironmentFailed)
         assert "expected a result of at most 4000000 bytes" in str(large)
-        assert isinstance(small, JobTask)
+        assert isinstance(small, Task)
         serving.cancel()
         await asyncio.wait([serving])
 
@@ -376,7 +368,7 @@ class Halves(Environment):
 def test_a_result_or_a_failure_that_json_cannot_carry_is_answered_as_a_failure() -> None:
     async def main(server: TaskServer) -> None:
         serving = asyncio.create_task(RemoteWorker(Definition("halves", Halves()), server.url).run())
-        draws = [server.done(server.call("halves", DrawJob(Split.TRAIN, i), JobTask, 60.0)) for i in range(4)]
+        draws = [server.done(server.call("halves", DrawJob(Split.TRAIN, i), Task, 60.0)) for i in range(4)]
         found = await asyncio.gather(*draws, return_exceptions=True)
         assert [type(one) for one in found] == [EnvironmentFailed, PolicyFailed, *[EnvironmentFailed] * 2]
         assert not any(getattr(one, "retry", False) for one in found), "no other process would do better"
@@ -408,7 +400,7 @@ def test_a_process_that_scores_too_few_answers_scored_none() -> None:
             self.services = {"fast": Service()}
 
         async def call(self, name, job, kind, timeout_s):
-            return JobScores([Reward(1.0)])
+            return [Reward(1.0)]
 
         done = staticmethod(asyncio.ensure_future)
 
@@ -455,7 +447,7 @@ def test_a_worker_that_reads_nothing_does_not_hold_up_the_end_of_the_server() ->
         async with aiohttp.ClientSession() as http, http.ws_connect(server.url + JOIN) as socket:
             await socket.send_str(HELLO.decode())
             jobs = [ScoreJob(ASKED, ["x" * 1_000_000])] * 20
-            scoring = [asyncio.create_task(server.done(server.call("fast", job, JobScores, 60.0))) for job in jobs]
+            scoring = [asyncio.create_task(server.done(server.call("fast", job, list[Reward], 60.0))) for job in jobs]
             await until(lambda: server.status_of("fast")["running"] == len(jobs))
             await asyncio.to_thread(server.__exit__, None, None, None)
             assert {type(one) for one in await asyncio.gather(*scoring, return_exceptions=True)} == {EnvironmentFailed}

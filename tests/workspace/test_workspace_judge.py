@@ -4,10 +4,10 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.errors import SandboxUnavailable, TaskError
-from shoal.sandbox.program import ProgramLimits
 from shoal.workspace.fork import ForkKind, fork, fork_kind
 from shoal.workspace.judge import HiddenTests, Verdict, judge
 from shoal.workspace.reports import MOST_TAGS, ReportKind, TestStatus, results
@@ -66,9 +66,9 @@ def test_a_green_test_that_turned_red_takes_the_reward(
 
 def test_each_red_test_counts_for_its_share(tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]) -> None:
     content = (
-        b"from sums import add\ndef test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(1, 2) == 4\n"
+        "from sums import add\ndef test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(1, 2) == 4\n"
     )
-    more = dataclasses.replace(
+    more = msgspec.structs.replace(
         hidden,
         command=("python", "-m", "pytest", "hidden/test_more.py"),
         files={"hidden/test_more.py": content},
@@ -99,7 +99,7 @@ def test_each_red_test_counts_for_its_share(tree: Tree, hidden: HiddenTests, pac
 def test_no_trick_gets_a_reward(
     trick: str, tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...], kind: ForkKind
 ) -> None:
-    quick = dataclasses.replace(hidden, limits=ProgramLimits(wall_s=8.0, memory_bytes=1 << 30, processes=64))
+    quick = msgspec.structs.replace(hidden, wall_s=8.0)
     assert verdict(tree, quick, packages, trick, kind=kind).reward == 0.0
 
 
@@ -111,7 +111,7 @@ def test_the_agent_finds_neither_hidden_tests_nor_packages_that_it_was_not_given
     tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
 ) -> None:
     async def played() -> str:
-        secret = dataclasses.replace(hidden, files={"tests/test_hidden.py": b"SECRET = 'swordfish'\n"})
+        secret = msgspec.structs.replace(hidden, files={"tests/test_hidden.py": "SECRET = 'swordfish'\n"})
         with fork(tree, packages=packages) as workspace:
             await judge(workspace, secret)
             found = await workspace.run(
@@ -174,12 +174,12 @@ def test_a_junit_report_has_the_ids_of_pytest() -> None:
 
 def test_hidden_tests_stay_inside_of_the_tree() -> None:
     with pytest.raises(TaskError, match="inside of the tree"):
-        HiddenTests(files={"../outside": b""})
+        HiddenTests(files={"../outside": ""})
 
 
 def test_an_exit_code_decides_where_a_command_has_no_report(tree: Tree) -> None:
     script = HiddenTests(
-        ("/bin/bash", "/checks/run.sh"), ReportKind.EXIT_CODE, {"/checks/run.sh": b"grep -q plus sums.py\n"}
+        ("/bin/bash", "/checks/run.sh"), ReportKind.EXIT_CODE, {"/checks/run.sh": "grep -q plus sums.py\n"}
     )
     assert verdict(tree, script, ()).reward == 0.0
     assert verdict(tree, script, (), "echo plus >> sums.py").reward == 1.0
@@ -189,3 +189,10 @@ def test_a_report_of_more_tags_than_tests_could_need_is_not_read() -> None:
     case = b'<testcase file="a.py" name="test"/>'
     assert results(ReportKind.JUNIT, b"<a>" + case * MOST_TAGS + b"</a>", "", 0) == {}
     assert results(ReportKind.JUNIT, b"<a>" + case * 1000 + b"</a>", "", 0) == {"a.py::test": TestStatus.PASSED}
+
+
+def test_a_folder_in_the_report_s_place_is_a_report_without_tests(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
+) -> None:
+    folder = "import os\nos.makedirs('/shoal-home/report.xml', exist_ok=True)\nadd = print\n"
+    assert verdict(tree, hidden, packages, f"cat > sums.py <<'EOF'\n{folder}EOF").reward == 0.0

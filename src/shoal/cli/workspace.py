@@ -47,7 +47,7 @@ async def _played(file: Path, task_id: str, agent: str) -> dict[str, object]:
             after = files_of(workspace)
             session.append({"command": command, "output": output, "difference": difference(workspace, before, after)})
             before = after
-        verdict = await judge(workspace, task.hidden)
+        verdict = await judge(workspace, task)
     tests = {name: status.value for name, status in verdict.tests.items()}
     return {
         "task": task.id,

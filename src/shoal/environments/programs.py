@@ -82,6 +82,12 @@ PROGRAMS = (
 )
 
 
+def slipped(rng: random.Random) -> tuple[SmallProgram, str]:
+    """A program, and its source with a slip."""
+    chosen = rng.choice(PROGRAMS)
+    return chosen, chosen.source.replace(*rng.choice(chosen.slips), 1)
+
+
 def argument(rng: random.Random, kind: str) -> Json:
     """An argument of a kind that `takes` names."""
     if kind == "int":

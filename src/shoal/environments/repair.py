@@ -6,7 +6,7 @@ import random
 import msgspec
 
 from shoal.checker import Code, UnitTest, unit_tests
-from shoal.environments.programs import PROGRAMS, argument
+from shoal.environments.programs import argument, slipped
 from shoal.errors import SandboxUnavailable
 from shoal.interfaces import Model
 from shoal.net.process import cores
@@ -36,10 +36,8 @@ class Repair(msgspec.Struct, frozen=True):
 
     def draw(self, rng: random.Random) -> Question:
         """A right program with a slip, which mostly shows in one of the tests."""
-        chosen = rng.choice(PROGRAMS)
+        chosen, wrong = slipped(rng)
         calls: list[list[Json]] = [[argument(rng, kind) for kind in chosen.takes] for _ in range(self.tests)]
-        before, after = rng.choice(chosen.slips)
-        wrong = chosen.source.replace(before, after, 1)
         text = (
             f"This program should give {chosen.what}, and does not:\n```python\n{wrong}```\n"
             "Answer with the whole program, repaired."

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.environments.programs import PROGRAMS, argument
+from shoal.environments.programs import PROGRAMS, argument, slipped
 from shoal.environments.trl import converse
 from shoal.errors import TaskError
 from shoal.interfaces import Model
 from shoal.net.process import cores
-from shoal.tasks.holdout import EVAL_SHARE, first_of, prompt, split_of
+from shoal.tasks.holdout import EVAL_SHARE, first_of, order_of, prompt, split_of
 from shoal.tasks.sdk import environment
 from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
 from shoal.workspace.fork import LIMITS, Workspace, fork_kind
@@ -62,7 +62,11 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
 
     def draw(self, split: Split, index: int) -> Task:
         """A task of the file, in an order that differs from epoch to epoch, or a small program."""
-        found = _drawn(_halves(self.tasks)[split], split, index) if self.tasks else _small_of(split, index)
+        if self.tasks:
+            epoch, place = divmod(index, len(half := _halves(self.tasks)[split]))
+            found = half[order_of(seed_for("workspace", split, epoch), len(half))[place]]
+        else:
+            found = _small_of(split, index)
         system = CALLS if self.calls else BLOCKS
         info: Json = {"workspace": found.id}
         return Task(f"workspace/{split}/{index}", "workspace", prompt(system, found.problem), info=json.dumps(info))
@@ -83,7 +87,7 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
         workspace = await opened(wanted)
         try:
             await self.play(workspace, list(task.messages), model)
-            return Outcome(reward=(await judge(workspace, wanted.hidden)).reward)
+            return Outcome(reward=(await judge(workspace, wanted)).reward)
         finally:
             await asyncio.to_thread(workspace.close)
 
@@ -129,13 +133,6 @@ def _halves(file: str) -> dict[Split, Sequence[WorkspaceTask]]:
     return {split: tuple(tasks) for split, tasks in halves.items()}
 
 
-def _drawn(tasks: Sequence[WorkspaceTask], split: Split, index: int) -> WorkspaceTask:
-    epoch, place = divmod(index, len(tasks))
-    order = list(range(len(tasks)))
-    random.Random(seed_for("workspace", split, epoch)).shuffle(order)
-    return tasks[order[place]]
-
-
 def _small_of(split: Split, index: int) -> WorkspaceTask:
     """A small program of the split: the same slip in the same program never belongs to the other."""
 
@@ -150,8 +147,7 @@ def _small_of(split: Split, index: int) -> WorkspaceTask:
 def small_task(seed: int) -> WorkspaceTask:
     """A right program with a slip that shows in its hidden test."""
     rng = random.Random(seed)
-    chosen = rng.choice(PROGRAMS)
-    wrong = chosen.source.replace(*rng.choice(chosen.slips), 1)
+    chosen, wrong = slipped(rng)
     calls: list[list[Json]] = []
     for _ in range(_MOST_TRIES):
         calls.append([argument(rng, kind) for kind in chosen.takes])

@@ -79,5 +79,5 @@ async def _judged(task: WorkspaceTask, work: Callable[[Workspace], Awaitable[Non
         if work:
             await work(workspace)
         began = time.monotonic()
-        verdict = await judge(workspace, task.hidden)
+        verdict = await judge(workspace, task)
         return verdict.reward, time.monotonic() - began

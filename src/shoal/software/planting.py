@@ -12,8 +12,9 @@ from pathlib import Path, PurePosixPath
 
 from shoal.errors import TaskError
 from shoal.software.faults import FaultyModule, Site, faulty, spread
+from shoal.software.in_sandbox.suite import Tested, TestRun
 from shoal.software.instances import Instance, hardness, package_tree, write_set
-from shoal.software.suite import JOBS_AT_ONCE, Suite, Tested, TestRun
+from shoal.software.suite import JOBS_AT_ONCE, Suite
 from shoal.tasks.holdout import EVAL_SHARE, split_of
 
 RUNS = 5

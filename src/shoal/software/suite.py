@@ -2,9 +2,8 @@
 
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -13,6 +12,7 @@ from shoal.errors import TaskError
 from shoal.sandbox.command import installed_packages
 from shoal.sandbox.program import Program, ProgramLimits
 from shoal.sandbox.runner import run
+from shoal.software.in_sandbox.suite import Tested, TestRun
 
 _PROGRAM = Path(__file__).parent / "in_sandbox" / "suite.py"
 _WORK = "/shoal-work"
@@ -20,40 +20,6 @@ _START_S = 30.0
 _LIMITS = ProgramLimits(cpu_s=3600, memory_bytes=8 << 30, processes=128, output_bytes=256 << 20, file_bytes=1 << 30)
 JOBS_AT_ONCE = 60
 """Jobs of one sandbox; a sandbox starts in about a second, with pytest."""
-
-
-@dataclass(frozen=True, slots=True)
-class TestRun:
-    """One run of tests to be made."""
-
-    __test__ = False  # not a test class of pytest
-
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Files of the tree that have another text in this run."""
-    tests: Sequence[str] | None = None
-    """pytest's node ids; None runs all tests."""
-    most_red: int = sys.maxsize
-    """Number of red tests after which the run ends."""
-    traced: bool = False
-    """Whether lines are counted for each test."""
-    limit_s: float = 300.0
-
-
-class Tested(msgspec.Struct, frozen=True):
-    """The result of a run of tests."""
-
-    code: int
-    """pytest's exit code."""
-    green: dict[str, float]
-    """Node id -> seconds of each test that passed."""
-    red: dict[str, str]
-    """Node id -> end of the report of each test that failed."""
-    lines: dict[str, dict[int, list[str]]]
-    """File -> line -> node ids of the tests that ran it."""
-    modules: list[str]
-    """Installed modules that were loaded."""
-    wall_s: float
-    """Seconds from the start of the process to its result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,7 @@ from typing import TypeVar
 
 from shoal.errors import TaskError
 from shoal.interfaces import Environment, Model, Scorer
-from shoal.tasks.remote_protocol import (
-    DrawJob,
-    JobOutcome,
-    JobScores,
-    JobTask,
-    RolloutJob,
-    ScoreJob,
-    SessionAt,
-    TaskRole,
-)
+from shoal.tasks.remote_protocol import DrawJob, RolloutJob, ScoreJob, TaskRole
 from shoal.tasks.remote_server import ServiceLate, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.types import Outcome, Reward, RewardStatus, Split, Task
@@ -86,7 +77,7 @@ class RemoteEnvironment(Environment):
 
     async def _draw(self, split: Split, index: int) -> Task:
         await self._service.served.wait()
-        task = (await self._call(DrawJob(split, index), JobTask, DRAW_TIMEOUT_S)).task
+        task = await self._call(DrawJob(split, index), Task, DRAW_TIMEOUT_S)
         if not task.messages:
             raise EnvironmentFailed(f"expected a question at {split}/{index}, got one without messages")
         return replace(task, id=f"{self.name}/{split}/{index}", service=self.name)
@@ -104,16 +95,15 @@ class RemoteEnvironment(Environment):
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Has a worker play. Raises `PolicyFailed` and `EnvironmentFailed`; a lost rollout needs a new session."""
-        job = RolloutJob(task, SessionAt(model.base_url, model.anthropic_base_url, model.api_key))
-        calling = self._server.call(self.name, job, JobOutcome, self.timeout_s + MARGIN_S)
-        return (await self._server.done(calling)).outcome
+        job = RolloutJob(task, model.base_url, model.anthropic_base_url, model.api_key)
+        return await self._server.done(self._server.call(self.name, job, Outcome, self.timeout_s + MARGIN_S))
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order; a failure is a status."""
         status = RewardStatus.FAILED
         try:
-            scoring = self._call(ScoreJob(task, list(answers)), JobScores, SCORE_TIMEOUT_S)
-            rewards = (await self._server.done(scoring)).rewards
+            scoring = self._call(ScoreJob(task, list(answers)), list[Reward], SCORE_TIMEOUT_S)
+            rewards = await self._server.done(scoring)
             if len(rewards) == len(answers):
                 return rewards
             why = f"{self.name}: expected {len(answers)} rewards, got {len(rewards)}"

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from shoal.net.joining import RunRole
-from shoal.types import Outcome, Reward, Split, Task
+from shoal.types import Split, Task
 
 Name: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 Word: TypeAlias = Annotated[str, msgspec.Meta(max_length=4096)]
@@ -30,14 +30,6 @@ class TaskRole(RunRole, frozen=True, tag="task", forbid_unknown_fields=True):
     """Seconds that one rollout may take."""
 
 
-class SessionAt(msgspec.Struct, frozen=True):
-    """The address and key of a rollout's session. The session records all sampled tokens; the run ends it."""
-
-    base_url: str
-    anthropic_base_url: str
-    api_key: str
-
-
 class DrawJob(msgspec.Struct, frozen=True, tag="draw"):
     """Asks for the task at an index. Equal arguments give equal tasks, and the splits share no question."""
 
@@ -46,10 +38,15 @@ class DrawJob(msgspec.Struct, frozen=True, tag="draw"):
 
 
 class RolloutJob(msgspec.Struct, frozen=True, tag="rollout"):
-    """Asks for a rollout on a task, through a session. A procedural task has its receipt."""
+    """Asks for a rollout on a task, through a session. A procedural task has its receipt.
+
+    The session records all sampled tokens; the run ends it.
+    """
 
     task: Task
-    session: SessionAt
+    base_url: str
+    anthropic_base_url: str
+    api_key: str
 
 
 class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
@@ -59,22 +56,10 @@ class ScoreJob(msgspec.Struct, frozen=True, tag="score"):
     answers: list[str]
 
 
-class JobTask(msgspec.Struct, frozen=True, tag="drawn"):
-    """The task of a `DrawJob`."""
+class JobDone(msgspec.Struct, frozen=True, tag="done"):
+    """The result of a job: the `Task` of a draw, the `Outcome` of a rollout, or the `Reward`s of answers."""
 
-    task: Task
-
-
-class JobOutcome(msgspec.Struct, frozen=True, tag="played"):
-    """The outcome of a `RolloutJob`."""
-
-    outcome: Outcome
-
-
-class JobScores(msgspec.Struct, frozen=True, tag="scored"):
-    """The rewards of a `ScoreJob`."""
-
-    rewards: list[Reward]
+    value: msgspec.Raw
 
 
 class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -87,4 +72,4 @@ class JobFailed(msgspec.Struct, frozen=True, tag="failed"):
 
 
 Job: TypeAlias = DrawJob | RolloutJob | ScoreJob
-Result: TypeAlias = JobTask | JobOutcome | JobScores | JobFailed
+Result: TypeAlias = JobDone | JobFailed

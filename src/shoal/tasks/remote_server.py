@@ -21,7 +21,7 @@ from starlette.routing import Route
 from shoal.errors import ShoalError, WorkerLost
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.net.server import decoded, json
-from shoal.tasks.remote_protocol import Job, JobFailed, Result, RolloutJob, TaskRole
+from shoal.tasks.remote_protocol import Job, JobDone, JobFailed, Result, RolloutJob, TaskRole
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 
 AWAY_S = 30.0
@@ -127,6 +127,10 @@ class TaskServer(RunServer):
             async with asyncio.timeout(timeout_s), service.worker(plays=isinstance(job, RolloutJob)) as worker:
                 data = await worker.called(msgspec.json.encode(job), timeout_s)
             done: Result = decoded(data, Result)  # type: ignore[arg-type]
+            if isinstance(done, JobDone):
+                value = decoded(bytes(done.value), kind)
+                service.counts[f"{what} done"] += 1
+                return value
         except TimeoutError:
             service.counts[f"{what} late"] += 1
             raise ServiceLate(f"{name}: nothing came of a {what} within {timeout_s:g} s") from None
@@ -136,11 +140,6 @@ class TaskServer(RunServer):
             done = JobFailed(str(error))
         finally:
             service.jobs -= 1
-        if isinstance(done, kind):
-            service.counts[f"{what} done"] += 1
-            return done
-        if not isinstance(done, JobFailed):
-            done = JobFailed(f"expected {kind.__name__}, got {type(done).__name__}")
         why = "lost" if done.retry else f"failed: {'policy' if done.by_policy else 'environment'}"
         service.counts[f"{what} {why}"] += 1
         if done.by_policy:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import aiohttp
 import msgspec
-from msgspec.structs import replace
 
 from shoal.errors import EngineUnavailable
 from shoal.net.chat import TIMEOUT_S, ChatRefused, completion, wire_of
@@ -19,17 +18,7 @@ from shoal.net.client import session
 from shoal.net.joining import Answering, hold_lease
 from shoal.net.openai_client import close_clients, session_client
 from shoal.plugins import described
-from shoal.tasks.remote_protocol import (
-    DrawJob,
-    Job,
-    JobFailed,
-    JobOutcome,
-    JobScores,
-    JobTask,
-    Result,
-    RolloutJob,
-    TaskRole,
-)
+from shoal.tasks.remote_protocol import DrawJob, Job, JobDone, JobFailed, RolloutJob, TaskRole
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.types import Message
 
@@ -102,36 +91,33 @@ class RemoteWorker:
 
             async def answer(request: bytes) -> bytes:
                 """Result of a job."""
-                result = await self._result(http, msgspec.json.decode(request, type=Job))
                 try:
-                    sent = msgspec.json.encode(result)
-                except ValueError as error:  # such as half of a surrogate pair in a text
-                    return msgspec.json.encode(_failed(f"expected a result that JSON can carry: {error}"))
-                if len(sent) <= MOST_RESULT_BYTES:
-                    return sent
-                why = f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(sent)}"
-                return msgspec.json.encode(_failed(why))
+                    value = msgspec.json.encode(await self._done(http, msgspec.json.decode(request, type=Job)))
+                    if len(value) > MOST_RESULT_BYTES:
+                        raise EnvironmentFailed(
+                            f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(value)}"
+                        )
+                    return msgspec.json.encode(JobDone(msgspec.Raw(value)))
+                except PolicyFailed as failure:
+                    return _failed(str(failure), by_policy=True)
+                except EnvironmentFailed as failure:
+                    return _failed(str(failure), retry=failure.retry)
+                except Exception as error:  # an author's code may raise anything: its failure is a result
+                    return _failed(described(error))
 
             yield answer
 
-    async def _result(self, http: aiohttp.ClientSession, job: Job) -> Result:
-        """Does a job; an exception of the author's code becomes a `JobFailed`."""
-        try:
-            if isinstance(job, DrawJob):
-                return JobTask(await self.served.drawn(job.split, job.index))
-            if isinstance(job, RolloutJob):
-                at = job.session
-                model = HttpModel(at.base_url, at.anthropic_base_url, at.api_key, http)
-                return JobOutcome(await self.served.rollout(job.task, model))
-            return JobScores(await self.served.score(job.task, job.answers))
-        except PolicyFailed as failure:
-            return replace(_failed(str(failure)), by_policy=True)
-        except EnvironmentFailed as failure:
-            return replace(_failed(str(failure)), retry=failure.retry)
-        except Exception as error:  # an author's code may raise anything: its failure is a result
-            return _failed(described(error))
+    async def _done(self, http: aiohttp.ClientSession, job: Job) -> object:
+        """Does a job. Raises any exception of the author's code."""
+        if isinstance(job, DrawJob):
+            return await self.served.drawn(job.split, job.index)
+        if isinstance(job, RolloutJob):
+            model = HttpModel(job.base_url, job.anthropic_base_url, job.api_key, http)
+            return await self.served.rollout(job.task, model)
+        return await self.served.score(job.task, job.answers)
 
 
-def _failed(reason: str) -> JobFailed:
+def _failed(reason: str, *, retry: bool = False, by_policy: bool = False) -> bytes:
     """Failure with a reason that JSON can carry."""
-    return JobFailed(reason[:MOST_REASON].encode(errors="replace").decode())
+    shown = reason[:MOST_REASON].encode(errors="replace").decode()
+    return msgspec.json.encode(JobFailed(shown, retry, by_policy))

@@ -6,6 +6,7 @@ import stat
 from collections.abc import Mapping
 from pathlib import Path
 
+from shoal.sandbox.usage import left_in
 from shoal.workspace.fork import ForkKind, Workspace
 from shoal.workspace.tree import walked
 
@@ -30,18 +31,10 @@ def files_of(workspace: Workspace) -> Mapping[str, str]:
 
 def _text(path: Path) -> str:
     """Text of a regular file, or a word about another; empty for none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+    content = left_in(path, MOST_BYTES + 1)
+    if content is None:
         return f"link to {os.readlink(path)}\n" if path.is_symlink() else ""
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return ""
-        text = os.read(descriptor, MOST_BYTES).decode(errors="replace")
-        return text if status.st_size <= MOST_BYTES else f"{status.st_size} bytes\n"
-    finally:
-        os.close(descriptor)
+    return content.decode(errors="replace") if len(content) <= MOST_BYTES else f"{path.lstat().st_size} bytes\n"
 
 
 def difference(workspace: Workspace, before: Mapping[str, str], after: Mapping[str, str]) -> str:

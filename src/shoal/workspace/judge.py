@@ -12,12 +12,14 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+
+import msgspec
 
 from shoal.errors import SandboxUnavailable, TaskError
 from shoal.sandbox.program import Finished, ProgramLimits
-from shoal.sandbox.usage import remove_tree
+from shoal.sandbox.usage import left_in, remove_tree
 from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, fork
 from shoal.workspace.reports import ReportKind, TestStatus, results
 from shoal.workspace.tree import Tree, walked
@@ -33,22 +35,28 @@ _REPORT = f"{HOME[1:]}/report.xml"
 _OPAQUE = "user.overlay.opaque"
 
 
-@dataclass(frozen=True, slots=True)
-class HiddenTests:
+class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Tests that an agent does not see, and how they decide."""
 
     command: tuple[str, ...] = ("python", "-m", "pytest", "-q")
     """Command in the tree's folder; "python" is this Python. It names the tests to run."""
     kind: ReportKind = ReportKind.JUNIT
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """Content by path, relative to the tree's folder or absolute below one of its top folders."""
+    files: dict[str, str] = {}
+    """Text by path, relative to the tree's folder or absolute below one of its top folders."""
     red: tuple[str, ...] = ()
     """Tests that fail in the tree and should pass. Empty: all tests of the report."""
     green: tuple[str, ...] = ()
     """Tests that pass in the tree and must still pass."""
     restored: tuple[str, ...] = ()
     """Paths of the tree's own tests, in addition to `STEERING`: the agent's changes there count for nothing."""
-    limits: ProgramLimits = LIMITS
+    wall_s: float = 300.0
+    """Seconds that the tests may take."""
+
+    @property
+    def limits(self) -> ProgramLimits:
+        """Limits of the command."""
+        file_bytes = LIMITS.file_bytes
+        return ProgramLimits(self.wall_s, self.wall_s, memory_bytes=2 << 30, processes=128, file_bytes=file_bytes)
 
     def __post_init__(self) -> None:
         for name in (*self.files, *self.restored):
@@ -85,10 +93,11 @@ async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
             with _second(workspace, tests, canary) as second:
                 command, options = _command(tests, canary)
                 finished = await second.run_program((*command, *options), tests.limits)
-                report = _read(second.own / _REPORT)
+                report = left_in(second.own / _REPORT, MOST_REPORT_BYTES + 1) or b""
         except OSError as error:  # no space, no memory, no descriptor
             raise SandboxUnavailable(f"no verdict could be reached: {error}") from error
     output = (finished.stdout + b"\n" + finished.stderr).decode(errors="replace")
+    report = report if len(report) <= MOST_REPORT_BYTES else b""
     found = dict(await asyncio.to_thread(results, tests.kind, report, output, finished.exit_code))
     own = [name for name in found if canary in name]
     is_forged = bool(found) and _has_canary(tests) and [found.pop(name) for name in own] != [TestStatus.FAILED]
@@ -165,12 +174,12 @@ def _lay(layer: Path, tree: Tree, tests: HiddenTests, canary: str) -> None:
             os.mknod(target, stat.S_IFCHR, os.makedev(0, 0))
     files = dict(tests.files)
     if _has_canary(tests):
-        files[_canary_path(tests, canary)] = f"def {canary}():\n    assert False\n".encode()
-    for name, content in files.items():
+        files[_canary_path(tests, canary)] = f"def {canary}():\n    assert False\n"
+    for name, text in files.items():
         target = own / name if not name.startswith("/") else layer / name[1:]
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
-        target.write_bytes(content)
+        target.write_text(text, encoding="utf-8", newline="")
 
 
 def _make_opaque(folder: Path) -> None:
@@ -193,16 +202,3 @@ def _put(layer: Path, onto: Path) -> None:
             target.mkdir(exist_ok=True)
         elif not stat.S_ISCHR(source.lstat().st_mode):
             shutil.copy2(source, target, follow_symlinks=False)
-
-
-def _read(path: Path) -> bytes:
-    """Bytes of a report that a program left; empty for a link, a folder, too many bytes, or no file."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return b""
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > MOST_REPORT_BYTES:
-            return b""
-        return file.read(MOST_REPORT_BYTES)

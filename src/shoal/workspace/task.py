@@ -8,22 +8,20 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import TaskError
-from shoal.sandbox.program import ProgramLimits
-from shoal.workspace.fork import LIMITS, Workspace, fork
+from shoal.workspace.fork import Workspace, fork
 from shoal.workspace.judge import HiddenTests
 from shoal.workspace.packages import installed
-from shoal.workspace.reports import ReportKind
 from shoal.workspace.tree import PLACE, Tree, prepare_as, prepared_as, tree_named, tree_of
 
 
-class WorkspaceTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One task; paths are relative to the file that it stands in."""
+class WorkspaceTask(HiddenTests, frozen=True, kw_only=True):
+    """One task with its hidden tests; paths are relative to the file that it stands in."""
 
     id: str
     problem: str
     tree: str = ""
     """Path of what `tree_of` takes, or the digest of a prepared tree."""
-    sources: dict[str, str] = {}
+    sources: dict[str, str] = msgspec.field(default_factory=dict)
     """Files of the tree by path, in place of `tree`."""
     place: str = PLACE
     patch: str = ""
@@ -32,26 +30,8 @@ class WorkspaceTask(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Difference that solves the task; agents never see it."""
     packages: tuple[str, ...] = ("pytest",)
     """Installed packages that Python imports in the workspace."""
-    command: tuple[str, ...] = ("python", "-m", "pytest", "-q")
-    kind: ReportKind = ReportKind.JUNIT
-    files: dict[str, str] = {}
-    """Hidden files by path."""
-    red: tuple[str, ...] = ()
-    green: tuple[str, ...] = ()
-    restored: tuple[str, ...] = ()
-    wall_s: float = 300.0
-    """Seconds that the hidden tests may take."""
     split: str = ""
     """`train` or `eval`; empty leaves it to the share of held-out questions."""
-
-    @property
-    def hidden(self) -> HiddenTests:
-        """The hidden tests."""
-        files = {name: text.encode() for name, text in self.files.items()}
-        limits = ProgramLimits(
-            self.wall_s, self.wall_s, memory_bytes=2 << 30, processes=128, file_bytes=LIMITS.file_bytes
-        )
-        return HiddenTests(self.command, self.kind, files, self.red, self.green, self.restored, limits)
 
 
 def tasks_in(file: Path) -> Sequence[WorkspaceTask]:

@@ -6,7 +6,6 @@ and write nothing else. Landlock keeps them from the memory, descriptors and var
 
 import os
 import shutil
-import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -81,17 +80,3 @@ def absolute(command: Sequence[str]) -> list[str]:
     first, *rest = command
     first = os.path.abspath(first) if "/" in first else first
     return [first, *(os.path.abspath(word) if os.path.isfile(word) else word for word in rest)]
-
-
-def answer_in(folder: str, name: str, most_bytes: int) -> str:
-    """Text that a rollout left in a file of its folder; empty for a link, a folder, or no file."""
-    try:
-        descriptor = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:  # the model controls the folder
-        return ""
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return ""
-        return os.read(descriptor, most_bytes).decode(errors="replace")
-    finally:
-        os.close(descriptor)

@@ -40,6 +40,7 @@ from shoal.plugins import own_code
 from shoal.rollout.agents import box
 from shoal.rollout.agents.runner import AgentFailed, CommandFailed, Play
 from shoal.sandbox.supervisor import work_folder
+from shoal.sandbox.usage import left_in
 from shoal.tasks.sdk import outcome_of
 from shoal.types import Outcome, Task
 
@@ -190,7 +191,8 @@ async def command_play(spec: Named) -> AsyncIterator[Play]:
             words = json.dumps([box.readable(command, spec.reads, environment), box.listed(command), folder])
             environment |= {"HOME": folder, "TMPDIR": folder, "PWD": folder}
             await _run([str(os.getpid()), words, *command], asked(task), environment)
-            left = box.answer_in(folder, spec.answer_file, MOST_ANSWER_BYTES) if spec.answer_file else None
+            found = left_in(Path(folder, spec.answer_file), MOST_ANSWER_BYTES) or b""
+            left = found.decode(errors="replace") if spec.answer_file else None
         finally:  # in a thread: the model decides how many files there are
             await settled(asyncio.ensure_future(asyncio.to_thread(stack.close)))
         return Outcome(answer=left)

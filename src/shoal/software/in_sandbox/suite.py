@@ -14,7 +14,9 @@ import select
 import signal
 import sys
 import time
-from typing import TYPE_CHECKING, TypedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import coverage
@@ -28,25 +30,39 @@ _WARM = ("pytest", "_pytest.assertion.rewrite", "unittest.mock", "coverage", "de
 Lines = dict[str, dict[int, list[str]]]
 
 
-class SuiteJob(TypedDict):
-    """A run of tests, as `software.suite.TestRun`."""
+@dataclass(frozen=True)
+class TestRun:
+    """One run of tests to be made."""
 
-    files: dict[str, str]
-    tests: list[str] | None
-    most_red: int
-    traced: bool
-    limit_s: float
+    __test__ = False  # not a test class of pytest
+
+    files: Mapping[str, str] = field(default_factory=dict)
+    """Files of the tree that have another text in this run."""
+    tests: Sequence[str] | None = None
+    """pytest's node ids; None runs all tests."""
+    most_red: int = sys.maxsize
+    """Number of red tests after which the run ends."""
+    traced: bool = False
+    """Whether lines are counted for each test."""
+    limit_s: float = 300.0
 
 
-class SuiteResult(TypedDict, total=False):
-    """Result of a job, as `software.suite.Tested`."""
+@dataclass
+class Tested:
+    """The result of a run of tests."""
 
     code: int
+    """pytest's exit code."""
     green: dict[str, float]
+    """Node id -> seconds of each test that passed."""
     red: dict[str, str]
+    """Node id -> end of the report of each test that failed."""
     lines: Lines
+    """File -> line -> node ids of the tests that ran it."""
     modules: list[str]
-    wall_s: float
+    """Installed modules that were loaded."""
+    wall_s: float = 0.0
+    """Seconds from the start of the process to its result."""
 
 
 class Recorder:
@@ -98,33 +114,24 @@ def contexts_of(tracer: "coverage.Coverage") -> Lines:
     return found
 
 
-def played(job: SuiteJob) -> SuiteResult:
+def played(job: TestRun) -> Tested:
     """The result of one job, in its own process."""
     import pytest
 
     tracer = None
-    if job["traced"]:
+    if job.traced:
         tracer = importlib.import_module("coverage").Coverage(data_file=None, config_file=False, source=[TREE])
         tracer.start()
-    wanted = None if job["tests"] is None else set(job["tests"])
-    recorder = Recorder(wanted, job["most_red"], tracer)
+    wanted = None if job.tests is None else set(job.tests)
+    recorder = Recorder(wanted, job.most_red, tracer)
     where = [] if wanted is None else sorted({test.partition("::")[0] for test in wanted})
-    options = [
-        "-q",
-        "-o",
-        "addopts=",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:unraisableexception",
-        "--continue-on-collection-errors",
-    ]
+    options = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:unraisableexception"]
+    options += ["--continue-on-collection-errors"]
     code = pytest.main([*options, "--rootdir", TREE, *where], plugins=[recorder])
     if tracer:
         tracer.stop()
     contexts = contexts_of(tracer) if tracer else {}
-    loaded = sorted(installed_modules())
-    return {"code": int(code), "green": recorder.green, "red": recorder.red, "lines": contexts, "modules": loaded}
+    return Tested(int(code), recorder.green, recorder.red, contexts, sorted(installed_modules()))
 
 
 def installed_modules() -> set[str]:
@@ -133,7 +140,7 @@ def installed_modules() -> set[str]:
     return {name for name, file in files.items() if isinstance(file, str) and "site-packages" in file}
 
 
-def child(job: SuiteJob, writing: int) -> None:
+def child(job: TestRun, writing: int) -> None:
     """Runs a job and writes its result to a pipe; never returns."""
     try:
         os.setsid()
@@ -141,12 +148,12 @@ def child(job: SuiteJob, writing: int) -> None:
         for descriptor in (0, 1, 2):
             os.dup2(nowhere, descriptor)
         with open(writing, "w") as pipe:
-            json.dump(played(job), pipe)
+            json.dump(asdict(played(job)), pipe)
     finally:
         os._exit(0)
 
 
-def forked(job: SuiteJob) -> SuiteResult | None:
+def forked(job: TestRun) -> Tested | None:
     """The result of a job; None when it took longer than its limit or left no result."""
     reading, writing = os.pipe()
     began = time.monotonic()
@@ -155,7 +162,7 @@ def forked(job: SuiteJob) -> SuiteResult | None:
         child(job, writing)
     os.close(writing)
     said = b""
-    while left := max(0.0, began + job["limit_s"] - time.monotonic()):
+    while left := max(0.0, began + job.limit_s - time.monotonic()):
         if select.select([reading], [], [], left)[0]:
             if not (chunk := os.read(reading, _CHUNK)):
                 break
@@ -167,10 +174,9 @@ def forked(job: SuiteJob) -> SuiteResult | None:
         os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     try:
-        result: SuiteResult = json.loads(said)
+        return replace(Tested(**json.loads(said)), wall_s=time.monotonic() - began)
     except ValueError:
         return None
-    return {**result, "wall_s": time.monotonic() - began}
 
 
 def warm(modules: list[str]) -> None:
@@ -192,18 +198,18 @@ def main() -> None:
     request = json.load(sys.stdin)
     os.chdir(TREE)
     warm(request["warm"])
-    jobs: list[SuiteJob] = request["jobs"]
     results = []
-    for number, job in enumerate(jobs):
+    for number, job in enumerate(TestRun(**one) for one in request["jobs"]):
         kept = {}
-        for path, text in job["files"].items():
+        for path, text in job.files.items():
             with open(path, "rb") as file:
                 kept[path] = (file.read(), os.stat(path))
             with open(path, "w", encoding="utf-8", newline="") as file:
                 file.write(text)
             # an mtime that no other content had: bytecode is cached by time and size
             os.utime(path, (_FIRST_MTIME + number, _FIRST_MTIME + number))
-        results.append(forked(job))
+        result = forked(job)
+        results.append(result and asdict(result))
         for path, (content, stat) in kept.items():
             with open(path, "wb") as file:
                 file.write(content)
