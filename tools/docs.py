@@ -6,8 +6,9 @@ names.toml), layers (from the layer test) and flows (from flow.py). Also the stu
 
 import ast
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -39,8 +40,20 @@ One TOML file describes a run. The command line wins over the file:
 and models in a file are relative to its folder, on the command line to the current one.
 Unknown keys are refused, with the nearest known one. `resolved.toml` of a run directory has every setting of that run.
 
-An "unset" setting is derived, or off, as its sentence says. No number may be above 10⁹.
+Each setting stands with its default, then with other choices or bounds. An "unset" setting is derived, or off. No
+number may be above 10⁹.
 `preset` sets a paper's published settings where file and command line have none; `--dry-run` shows the result.
+"""
+PRESETS_HEAD = """## Presets
+
+`preset` sets what a paper prints, except lengths. Each value has its place in the paper; a value without a place turns
+off a default that the paper does not name. Papers: AReaL (arXiv 2505.24298), GLM-5 (arXiv 2602.15763), SAPO (arXiv
+2509.08721; "experiment" is its controlled one) and DAPO (arXiv 2503.14476).
+
+- `areal`: `max_staleness` is that of mathematics; code has 4.
+- `glm5`: GLM-5 prints neither K nor its band. Set `train.push_every`; the band is its follow-up's for reasoning (code:
+  0.8 and 3.0).
+- `sapo`: the released code had rates of 1e-6 to 1e-5. `round_offers` counts seven peers with four groups each.
 """
 COMMANDS = """# Commands
 
@@ -50,10 +63,12 @@ COMMANDS = """# Commands
 configuration accept any [setting](configuration.md), as `--train.lr=1e-4` or `--train.lr 1e-4`. Commands that join a
 run find its token in `SHOAL_RUN_TOKEN`.
 
-With `--json` the last line of standard output is one JSON object. Exit codes: 1 is a finding of `audit` or `doctor`,
+With `--json` the last line of standard output is one JSON object. Exit codes: 1 is a finding of `audit`, `doctor` or
+`replay`,
 2 a user error, explained on standard error.
 """
-BOUNDS = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+NO_EFFECT, REFUSED = "no effect", "refused"
+BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
 
 
 def configuration() -> str:
@@ -64,9 +79,29 @@ def configuration() -> str:
             title = f"[[{name}]]" if get_origin(field.annotation) is list else f"[{name}]"
             parts.append(_table(section, f"`{title}`"))
             for inner, inner_field in section.model_fields.items():
-                parts += [_table(part, _inner_title(f"{name}.{inner}", part)) for part in _sections(inner_field)]
-    parts += [_preset(name, settings) for name, settings in PRESETS.items()]
-    return "\n".join(parts)
+                if inner == "loss":
+                    parts.append(_losses(list(_sections(inner_field))))
+                    continue
+                parts += [_table(part, f"`[{name}.{inner}]`") for part in _sections(inner_field)]
+    return "\n".join([parts[0], "<!-- settings:begin -->", *parts[1:], _presets(), "<!-- settings:end -->\n"])
+
+
+def _losses(kinds: Sequence[type[BaseModel]]) -> str:
+    """The losses by name, and their parameters: those with one meaning share a row."""
+    lines = ["## `[train.loss]`", "", "`name` chooses a loss:", ""]
+    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for kind in kinds:
+        name = kind.model_fields["name"].default
+        lines.append(f"- `{name}`: {kind.__doc__}")
+        for setting, field in kind.model_fields.items():
+            if field.description:
+                rows.setdefault((setting, field.description), {}).setdefault(_value(setting, field), []).append(name)
+    lines += ["", "Its parameters:", ""]
+    order = list(dict.fromkeys(setting for setting, _ in rows))
+    for (_, meaning), values in sorted(rows.items(), key=lambda row: order.index(row[0][0])):
+        by_loss = "; ".join(f"{value} ({', '.join(names)})" for value, names in values.items())
+        lines.append(f"- {by_loss}: {meaning}")
+    return "\n".join([*lines, ""])
 
 
 def commands() -> str:
@@ -80,12 +115,12 @@ def commands() -> str:
             panels.setdefault(str(getattr(command, "rich_help_panel", "")), []).extend(_command_rows(name, command))
     parts = [COMMANDS]
     for panel, rows in panels.items():
-        parts.append("\n".join([f"## {panel}", "", "| command | does |", "|---|---|", *rows, ""]))
+        parts.append("\n".join([f"## {panel}", "", *rows, ""]))
     return "\n".join(parts)
 
 
 def _command_rows(path: str, command: object) -> Iterator[str]:
-    """A row for a command, or one for each command of a group: arguments and the first paragraph of the help."""
+    """A line for a command, or one for each command of a group: arguments and the first paragraph of the help."""
     if isinstance(command, typer.core.TyperGroup):
         for name, inner in command.commands.items():
             yield from _command_rows(f"{path} {name}", inner)
@@ -95,23 +130,31 @@ def _command_rows(path: str, command: object) -> Iterator[str]:
     words = [(one.metavar or str(one.name).upper(), one.required) for one in wanted]
     arguments = [word if required or word.startswith("[") else f"[{word}]" for word, required in words]
     help_ = " ".join((command.help or "").split("\n\n")[0].split())
-    usage = " ".join(["shoal", path, *arguments]).replace("|", "\\|")
-    yield f"| `{usage}` | {help_} |"
+    usage = " ".join(["shoal", path, *arguments])
+    yield f"- `{usage}`: {help_}"
 
 
-def _preset(name: str, settings: Mapping[str, Setting]) -> str:
-    """What one preset sets, with its sources."""
-    lines = [f"## `preset = {json.dumps(name)}`", "", "| setting | value | source |", "|---|---|---|"]
-    for key, setting in settings.items():
-        share = " of `rollout.max_tokens`" if setting.share_of_max_tokens else ""
-        lines.append(f"| `{key}` | `{json.dumps(setting.value)}`{share} | {setting.source} |")
-    return "\n".join([*lines, ""])
+def _presets() -> str:
+    """The presets as columns of one table: each value with its place in the paper."""
+    settings = sorted({key for preset in PRESETS.values() for key in preset})
+    rows = [
+        f"| `{key}` | {' | '.join(_published(preset[key]) if key in preset else '' for preset in PRESETS.values())} |"
+        for key in settings
+    ]
+    head = f"| setting | {' | '.join(f'`{name}`' for name in PRESETS)} |"
+    return "\n".join([PRESETS_HEAD, head, f"|---|{'---|' * len(PRESETS)}", *rows, ""])
 
 
-def _inner_title(path: str, section: type[BaseModel]) -> str:
-    """The heading of a section within a section, which may be one of several by name."""
-    name = section.model_fields.get("name")
-    return f"`[{path}]`" + (f" with `name = {json.dumps(name.default)}`" if name else "")
+def _published(setting: Setting) -> str:
+    """A value of a preset, with its place in the paper."""
+    value = setting.value
+    if isinstance(value, dict):
+        shown = ", ".join(f"{key} {json.dumps(one).strip(chr(34))}" for key, one in value.items() if key != "name")
+        shown = f"`{value['name']}`: {shown}"
+    else:
+        shown = f"`{json.dumps(value)}`" + (" of max_tokens" if setting.share_of_max_tokens else "")
+    place = re.search(r"(table|section|figure|equation|algorithm) [\d.]*\d|experiment", setting.source)
+    return f"{shown} ({place[0].replace('section ', '§')})" if place else shown
 
 
 def metrics() -> str:
@@ -126,25 +169,24 @@ def metrics() -> str:
 
 
 def _rows(title: str, names: Mapping[str, str]) -> list[str]:
-    """A table of names; one that exists for each task too shares its row."""
+    """A list of names; one that exists for each task too shares its line."""
     rows = []
     for name, meaning in names.items():
         if meaning in (f"`{name.partition('/')[0]}` of one task.", f"`{name.partition('/')[0]}` for one task."):
             continue
         both = f"`{name}`, `{name}/<task>`" if f"{name}/<task>" in names else f"`{name}`"
-        rows.append(f"| {both} | {meaning} |")
-    return [title, "", "| name | meaning |", "|---|---|", *rows, ""]
+        rows.append(f"- {both}: {meaning}")
+    return [title, "", *rows, ""]
 
 
 def _table(section: type[BaseModel], title: str) -> str:
-    """One section as a heading, its sentence and a table of its settings."""
+    """One section as a heading, its sentence and a list of its settings."""
     rows = [
-        f"| `{name}` | {_kind(field.annotation)}{_bounds(field)} | {_default(field)} | {field.description or ''} |"
+        f"- {_value(name, field)}: {field.description}"
         for name, field in section.model_fields.items()
         if field.description
     ]
-    head = ["", "| setting | value | default | meaning |", "|---|---|---|---|"] if rows else []
-    return "\n".join([f"## {title}", "", section.__doc__ or "", *head, *rows, ""])
+    return "\n".join([f"## {title}", "", section.__doc__ or "", "", *rows, ""])
 
 
 def _sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
@@ -152,6 +194,20 @@ def _sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
     for kind in (field.annotation, *get_args(field.annotation)):
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             yield kind
+
+
+def _value(name: str, field: FieldInfo) -> str:
+    """A setting with its default, then its other choices or bounds, and its type where the default does not tell it."""
+    default, kind, bounds = _default(field), _kind(field.annotation), _bounds(field).strip()
+    choices = kind.replace(" or ", ", ").split(", ")
+    if not default.startswith("`"):
+        return f"`{name}` ({default}; {' '.join(filter(None, (kind, bounds)))})"
+    shown = f"`{name} = {default[1:-1]}`"
+    if default in choices:
+        return ", ".join([shown, *(choice for choice in choices if choice != default)])
+    if kind in ("string", "integer", "number"):
+        return f"{shown} ({bounds})" if bounds else shown
+    return f"{shown} ({' '.join(filter(None, (kind, bounds)))})"
 
 
 def _kind(annotation: object) -> str:
@@ -166,26 +222,26 @@ def _kind(annotation: object) -> str:
             return "table"
         return " or ".join(_kind(kind) for kind in arguments if kind is not NoneType)
     if origin is list:
-        return f"list of {_plural(_kind(arguments[0]))}"
+        return _plural(_kind(arguments[0]))
     if origin is tuple:
         return f"pair of {_plural(_kind(arguments[0]))}"
     if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "table"
-    words = {str: "string", int: "integer", float: "number", bool: "`true` or `false`"}
+    words = {str: "string", int: "integer", float: "number", bool: "`false`, `true`"}
     return words[annotation] if isinstance(annotation, type) and annotation in words else str(annotation)
 
 
 def _plural(kind: str) -> str:
     word, space, rest = kind.partition(" ")
-    return f"{word}s{space}{rest}"
+    return f"list of {kind}" if word.startswith("`") else f"{word}s{space}{rest}"
 
 
 def _bounds(field: FieldInfo) -> str:
-    """The bounds of a number, as ` 1..4` or ` > 0, < 2`."""
+    """The bounds of a number, as ` 1..4` or ` >0, <2`."""
     found = {key: getattr(rule, key) for rule in field.metadata for key, _ in BOUNDS if hasattr(rule, key)}
     if found.keys() == {"ge", "le"}:
         return f" {found['ge']:g}..{found['le']:g}"
-    return " " + ", ".join(f"{sign} {found[key]}" for key, sign in BOUNDS if key in found) if found else ""
+    return " " + ", ".join(f"{sign}{found[key]:g}" for key, sign in BOUNDS if key in found) if found else ""
 
 
 def _default(field: FieldInfo) -> str:
@@ -216,16 +272,20 @@ def layers() -> str:
 
 
 def frameworks() -> str:
-    """The table of agent frameworks, from their last results."""
-    names = ("framework", "version", "mode", "groups", "truncated", "audit", "tokens")
-    rows = [f"| {' | '.join(names)} |", f"|{'---|' * len(names)}"]
+    """The table of agent frameworks, from their last results: turns with equal tokens, and what fell short."""
+    tried: dict[str, list[dict[str, Any]]] = {}
     for line in (ROOT / "benchmarks" / "results" / "frameworks.jsonl").read_text().splitlines():
         one = json.loads(line)
-        script = f"{one['framework'].replace('-', '_')}_agent.py"
-        counts = {name: f"{one[name][0]} of {one[name][1]}" for name in ("groups", "truncated", "turns")}
+        tried.setdefault(one["framework"], []).append(one)
+    rows = ["| framework | modes | tokens |", "|---|---|---|"]
+    for name, modes in tried.items():
+        tokens = " of ".join(str(sum(one["turns"][place] for one in modes)) for place in (0, 1))
+        short = {key for key in ("groups", "truncated") for one in modes if one[key][0] < one[key][1]}
+        wrong = dict.fromkeys([*sorted(short), *(complaint for one in modes for complaint in one["audit"])])
         cells = (
-            *(f"[{one['framework']}](../../examples/agents/{script})", one["version"], one["mode"] or "default"),
-            *(counts["groups"], counts["truncated"], ", ".join(one["audit"]) or "clean", counts["turns"]),
+            f"[{name} {modes[0]['version']}](../../examples/agents/{name.replace('-', '_')}_agent.py)",
+            ", ".join(one["mode"] or "default" for one in modes),
+            ", ".join([tokens, *wrong]),
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -239,7 +299,7 @@ def fields() -> str:
         for name, rule in own.items():
             rules.setdefault(name, []).append(rule)
     common = {name: found[0] for name, found in rules.items() if len(found) > 1 and len(set(found)) == 1}
-    tables = {"each route that has the field": common}
+    tables = {"Each route that has the field": common}
     for path, own in routes.items():
         tables[f"`POST {path}`"] = {name: rule for name, rule in own.items() if name not in common}
     return "\n\n".join(_field_table(head, own) for head, own in tables.items())
@@ -251,28 +311,26 @@ def _of_both(dialect: Dialect[Any], name: str) -> str:
     trained = dialect.untrained.get(name, rule)
     if trained == rule or isinstance(rule, Unserved):
         return _rule(rule)
-    return f"{_rule(rule)}; in a trained session {_rule(trained)}"
+    only = ", ".join(f"`{json.dumps(value)}`" for value in getattr(trained, "values", ()))
+    return f"{_rule(rule)}; in a trained session only {only}"
 
 
 def _field_table(head: str, rules: Mapping[str, str]) -> str:
-    """A table of fields; those with the same rule share a row."""
+    """A list of fields; those with the same rule share a line, and refused ones come last."""
     names: dict[str, list[str]] = {}
-    for name, rule in rules.items():
+    for name, rule in sorted(rules.items(), key=lambda item: (item[1] == REFUSED, item[1] == NO_EFFECT)):
         names.setdefault(rule, []).append(f"`{name}`")
-    rows = (f"| {', '.join(own)} | {rule} |" for rule, own in names.items())
-    return "\n".join((f"| {head} | |", "|---|---|", *rows))
+    return "\n".join((f"### {head}\n", *(f"- {', '.join(own)}: {rule}" for rule, own in names.items())))
 
 
 def _rule(rule: Rule) -> str:
-    """A rule in words."""
+    """A rule in words; errors name the workaround of a refused value."""
     match rule:
-        case Served(how, values, remedy):
-            only = f"{', '.join(f'`{value}`' for value in values)}; others are refused: {remedy}" if values else ""
-            return "; ".join(filter(None, (how, only)))
+        case Served(how, values, _):
+            return ": ".join(filter(None, (how, ", ".join(f"`{value}`" for value in values))))
         case Ignored(reason):
-            return f"no effect: {reason}"
-    values = ", ".join(f"`{json.dumps(value)}`" for value in rule.values)
-    return f"refused{f', other than {values}' if values else ''}: {rule.remedy}"
+            return f"{NO_EFFECT}: {reason}" if ";" in reason else NO_EFFECT
+    return REFUSED
 
 
 def with_part(path: Path, name: str, part: str) -> str:

@@ -340,19 +340,14 @@ def stays(flow: str) -> list[str]:
 
 def diagram(flow: str) -> str:
     """A flow as a mermaid sequence diagram with one lifeline for each file."""
-    lines = ["sequenceDiagram", *(f"    participant {_alias(file)} as {file}" for file in files(flow))]
+    lines = ["sequenceDiagram"]
     for hop in hops(flow):
-        here = _alias(hop.file)
         if hop.caller is None:
-            lines.append(f"    Note over {here}: {hop.function}")
+            lines.append(f"    Note over {hop.file}: {hop.function}")
         else:
             by = f" by {hop.by}" if hop.by else ""
-            lines.append(f"    {_alias(hop.caller.file)}->>{here}: {hop.function}{by}")
+            lines.append(f"    {hop.caller.file}->>{hop.file}: {hop.function}{by}")
     return "\n".join(["```mermaid", *lines, "```"])
-
-
-def _alias(file: str) -> str:
-    return file.removesuffix(".py").replace("/", "_")
 
 
 def page() -> str:

@@ -98,6 +98,7 @@ WALKS = (
     Walk("tutorial-agent", "docs/tutorial/my-agent.md", short=True),
     Walk("tutorial-real", "docs/tutorial/real-model.md", in_clone=True),
     Walk("tutorial-swarm", "docs/tutorial/join-a-swarm.md"),
+    Walk("tutorial-wrong", "docs/tutorial/went-wrong.md"),
     Walk("smollm2", "examples/smollm2/README.md", in_clone=True, after=("shoal demo --real",), short=True),
     Walk(
         "serve",

@@ -72,7 +72,7 @@ def test_the_page_of_commands_has_every_command_of_the_command_line() -> None:
     from shoal.cli import app
 
     page = (ROOT / "docs" / "reference" / "commands.md").read_text()
-    listed = re.findall(r"^\| `shoal (\w+)", page, re.MULTILINE)
+    listed = re.findall(r"^- `shoal (\w+)", page, re.MULTILINE)
     named = [command.name or command.callback.__name__ for command in app.registered_commands if not command.hidden]
     named += [group.name or group.typer_instance.info.name for group in app.registered_groups]
     assert sorted(set(listed)) == sorted(named)
@@ -157,7 +157,7 @@ def test_the_papers_in_the_algorithms_are_settings_that_exist() -> None:
 
 def test_every_room_is_in_the_architecture() -> None:
     text = (ROOT / "docs" / "developers" / "architecture.md").read_text()
-    rows = " ".join(re.findall(r"^\| (`[^|]*)\|", text, re.MULTILINE))
+    rows = " ".join(re.findall(r"^- (`[^:]*):", text, re.MULTILINE))
     named = {name.rstrip("/") for name in re.findall(r"`([\w/]+)`", rows)}
     assert {name.partition(".")[0] for name, _ in modules()} <= named
 
