@@ -11,6 +11,8 @@ PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3
 TEST_JOBS ?= 3
 # A file's tests stay together: they share what was started for them. What failed last time comes first.
 PYTEST := -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --failed-first
+# Tests start many processes, which would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
 .PHONY: rehearsal demo gpu gpus figures figures-check test test-all test-tinker test-vllm hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean

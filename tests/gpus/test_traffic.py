@@ -20,6 +20,8 @@ from shoal.types import Sample
 TOKENS = 640
 LAYERS = 2
 MICRO_BATCHES = 2
+FEW = {"vocab_size": 8192, "num_experts": 16, "num_local_experts": 16}
+"""Settings of published models that change how much is sent and multiplied, not of which type."""
 
 
 def sample(first: int) -> Sample:
@@ -33,7 +35,8 @@ def sample(first: int) -> Sample:
 
 def update(path: Path, model: str, ranks: Ranks, *, memory_bytes: int = 1 << 50, **train: object) -> tuple[Log, int]:
     """What one update sends; and the number of trained numbers. Nothing inside may read a number from the device."""
-    (path / "config.json").write_text(json.dumps({**shortened(model, LAYERS), "vocab_size": 8192}))
+    few = {key: value for key, value in FEW.items() if key in shortened(model, LAYERS)}
+    (path / "config.json").write_text(json.dumps({**shortened(model, LAYERS), **few}))
     settings = ModelConfig(device="cpu", dtype="bfloat16", gradient_checkpointing=True)
     with fake_rank(ranks, "cpu"):
         config = TrainConfig.model_validate(train)

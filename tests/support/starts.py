@@ -1,8 +1,8 @@
 """Finds the tests that start a process, a server or a browser, by following names from each test to what starts one.
 
 A test reaches the definitions that its body, decorators and fixtures name, and all that these name in turn, in tests/,
-tools/, benchmarks/, experiments/ and src/. Annotations do not count. A definition that is registered at another
-(`@app.command()`) counts for that one.
+tools/, benchmarks/, examples/, experiments/ and src/. Annotations do not count. A definition that is registered at
+another (`@app.command()`) counts for that one.
 """
 
 import ast
@@ -15,8 +15,9 @@ from typing import TypeAlias
 STARTERS = (
     *("subprocess.", "asyncio.create_subprocess", "multiprocessing.", "torch.multiprocessing.spawn", "os.fork"),
     *("os.posix_spawn", "uvicorn.Server", "asyncio.start_server", "nbclient.", "ray.", "benchmarks.run_bench"),
+    "runpy.run_path",
 )
-"""Beginnings of the names that start something; `run_bench` imports its bench by a computed name."""
+"""Beginnings of the names that start something; `run_bench` and `run_path` run a module of a computed name."""
 ROOT = Path(__file__).parents[2]
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -62,7 +63,7 @@ def _file(module: str) -> Path | None:
     if module in _test_modules():
         return _test_modules()[module]
     top, *_ = parts = module.split(".")
-    if top not in ("shoal", "benchmarks", "experiments"):
+    if top not in ("shoal", "benchmarks", "examples", "experiments"):
         tool = ROOT / "tools" / f"{module}.py"
         return tool if tool.is_file() else None
     path = (ROOT / "src" if top == "shoal" else ROOT).joinpath(*parts)
