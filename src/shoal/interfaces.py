@@ -253,20 +253,6 @@ class Exchange(Protocol):
         """
 
 
-class Attachments(Protocol):
-    """Stores attachments of a swarm's frames, by a digest that the caller checks."""
-
-    async def attach(self, digest: str, data: bytes) -> None:
-        """Keeps bytes under a digest. Raises `ExchangeUnavailable`."""
-
-    async def fetch(self, digest: str, most_bytes: int) -> bytes | None:
-        """The bytes kept under a digest; None where they are missing or too many. Raises `ExchangeUnavailable`."""
-
-
-class WholeExchange(Exchange, Attachments, Protocol):
-    """Carries frames and attachments: a swarm's transport as a training run needs it."""
-
-
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
 """Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""
 

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from shoal.config import Config
 from shoal.errors import ConfigError
-from shoal.interfaces import Environment, WholeExchange
+from shoal.interfaces import Environment, Exchange
 from shoal.net.identity import Identity
 from shoal.swarm.peer import Joined, Peer
-from shoal.swarm.trust.attachments import AttachmentReader
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.python_tasks import PythonTasks
 from shoal.swarm.wire.options import NatsOptions
@@ -23,7 +22,7 @@ AWAY_S = 10.0
 
 @asynccontextmanager
 async def joined_peer(
-    config: Config, folder: Path, services: Sequence[Environment], exchange: WholeExchange | None = None
+    config: Config, folder: Path, services: Sequence[Environment], exchange: Exchange | None = None
 ) -> AsyncIterator[Joined]:
     """Opens the exchange, the tasks and the key of a peer; its files are under `folder`. Raises a `ShoalError`."""
     folder /= FOLDER
@@ -37,8 +36,7 @@ async def joined_peer(
             exchange = await stack.enter_async_context(NatsExchange(options))
         identity = Identity.load(folder / "identity.pem")
         python = PythonTasks(services)
-        reader = AttachmentReader(services, python, exchange)
-        own = OwnTasks(services, config.swarm, await stack.enter_async_context(python), reader)
+        own = OwnTasks(services, config.swarm, await stack.enter_async_context(python))
         stack.push_async_callback(asyncio.to_thread, own.close)
         await asyncio.to_thread(own.check)
         yield Joined(exchange, own, identity, folder, config)

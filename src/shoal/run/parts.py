@@ -19,7 +19,7 @@ from shoal.errors import ChildDied, ModelError
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import external_groups, snapshot
 from shoal.gateway.host import Host
-from shoal.interfaces import Engine, Environment, Runner, Scorer, WholeExchange, Worker
+from shoal.interfaces import Engine, Environment, Exchange, Runner, Scorer, Worker
 from shoal.model.file_sizes import shapes_of
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.reward.remote import RemoteScorer
@@ -146,7 +146,7 @@ async def opened_policy(
 
 @asynccontextmanager
 async def swarm_node(
-    prepared: Prepared, scorer: Scorer, *, apart: bool, exchange: WholeExchange | None = None
+    prepared: Prepared, scorer: Scorer, *, apart: bool, exchange: Exchange | None = None
 ) -> AsyncIterator[Node | None]:
     """Opens the node of a run; None outside of swarms. Raises a `ShoalError`.
 

@@ -18,7 +18,7 @@ from statistics import fmean
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, WorkerLost
-from shoal.interfaces import Scorer, WholeExchange, Worker
+from shoal.interfaces import Exchange, Scorer, Worker
 from shoal.net.process import cores
 from shoal.observe.metrics import read_records, stage
 from shoal.rollout.comparison import certified
@@ -104,7 +104,7 @@ async def train(
     scorer: Scorer | None = None,
     single_turn: type[SingleTurn] = SingleTurn,
     threads: Threads | None = None,
-    exchange: WholeExchange | None = None,
+    exchange: Exchange | None = None,
 ) -> Result:
     """Trains to the configured number of steps and evaluates before and after.
 

@@ -16,17 +16,12 @@
         def scores(self, task, answers):                  # instead of `score`: a whole group, to compare its answers
             return [len(set(answers)) / len(answers)] * len(answers)
 
-        media = ("image/png",)                            # optional: types of peers' attachments that `read` reads
-        def read(self, question, attachments):            # optional: an own question for a peer's
-            return Question(as_text(attachments[0]))      # attachments are bytes; ValueError refuses them
-
 `draw` gets a generator whose seed is the hash of the environment's name, the split and the index. A question that
 belongs to the other split by its text is drawn again. So draws repeat, and held-out questions stay held out.
 Methods may be `async` or not; plain methods run in threads. Each process that serves the class makes one object of it.
 """
 
 import asyncio
-import base64
 import dataclasses
 import inspect
 import itertools
@@ -73,8 +68,6 @@ class Question:
     receipt: Receipt | None = None
     split_by: str = ""
     """The text that decides the split; the question's text, as it is asked, when empty."""
-    attachments: tuple[tuple[str, bytes], ...] = ()
-    """Media type and bytes of each part of the question that is no text, for the nodes of a swarm."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +109,6 @@ class Definition(Environment):
     def scores(self) -> bool:
         """True if the author wrote `score` or `scores`."""
         return self._wrote("score") or self._wrote("scores")
-
-    @property
-    def media(self) -> frozenset[str]:
-        """Media types of attachments that the author's `read` turns into questions; none without it."""
-        return frozenset(map(str, getattr(self.author, "media", ()))) if self._wrote("read") else frozenset()
-
-    def read(self, question: str, attachments: Sequence[bytes]) -> Question:
-        """The author's own question for a peer's question with attachments. Raises what the author's `read` raises."""
-        given = self.author.read(question, list(attachments))
-        return given if isinstance(given, Question) else Question(str(given))
 
     def check(self) -> None:
         """Calls the author's `check`, if there is one."""
@@ -211,8 +194,6 @@ class Definition(Environment):
         if question.scorer is not None:
             spec = checker.spec_of(question.scorer, f"{self.name}: scorer")
             info["scorer"] = checker.to_json(spec)
-        if question.attachments:
-            info["attachments"] = [[kind, base64.b64encode(data).decode()] for kind, data in question.attachments]
         return Task(
             task_id,
             self.name,

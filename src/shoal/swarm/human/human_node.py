@@ -145,7 +145,7 @@ class HumanNode(Peer):
                 await asyncio.sleep(time.monotonic() - began_s)
 
     def _receive(self, message: VerifiedMessage, offer: Offer) -> None:
-        if not (offer.claim.source or offer.claim.attachments):  # people are shown text, and speak once
+        if not offer.claim.source:  # people are shown text, and speak once
             self._offered.append((message, offer))
 
     async def _share(self) -> None:

@@ -21,12 +21,11 @@ from shoal.checker import is_confined, task_spec
 from shoal.config import SwarmConfig
 from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
-from shoal.swarm.trust.attachments import AttachmentReader
 from shoal.swarm.trust.limits import USUAL, QuestionLimits
 from shoal.swarm.trust.python_tasks import PythonTasks, task_as_claimed
 from shoal.swarm.trust.questions_of_peers import checker_of, task_of_question
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.offer import TEXT, Claim, Course, OfferedRollout
+from shoal.swarm.wire.offer import Claim, Course, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import NoReply, ProceduralClient, ReasoningGymService, Spec, libraries
 from shoal.types import Message, Receipt, Role, Split, Task
@@ -40,14 +39,13 @@ class OwnTasks:
         services: Iterable[Environment],
         bounds: SwarmConfig | None = None,
         python: PythonTasks | None = None,
-        reader: AttachmentReader | None = None,
         limits: QuestionLimits = USUAL,
     ) -> None:
         """`bounds` has the datasets that are drawn with a peer's settings, `limits` the cost of such draws.
 
-        Without `python`, tasks of the Python SDK are neither shared nor taken; without a `reader`, no attachments.
+        Without `python`, tasks of the Python SDK are neither shared nor taken.
         """
-        services, self._python, self._reader = list(services), python, reader
+        services, self._python = list(services), python
         self._bounds, self._limits = bounds or SwarmConfig(), limits
         self._specs = {one.spec.dataset: one.spec for one in services if isinstance(one, ReasoningGymService)}
         self._listed: dict[str, tuple[Split, Task]] = {}
@@ -72,8 +70,6 @@ class OwnTasks:
 
     async def claim(self, task: Task) -> Claim:
         """Builds the claim of an own task. Raises `TaskError` for a task that cannot be shared."""
-        if self._reader is not None and (attached := await self._reader.claim(task)) is not None:
-            return attached
         if self._python is not None and task.service in self._python:
             return await self._python.claim(task)
         if task.receipt is None:
@@ -90,8 +86,6 @@ class OwnTasks:
 
     async def task(self, claim: Claim) -> Task | Reason:
         """Finds the training task with the claim's question; prompt, truth and scorer are this node's own."""
-        if claim.modality != TEXT or claim.attachments:
-            return Reason.OTHER_MODALITY if self._reader is None else await self._reader.task(claim)
         if claim.source:
             return Reason.UNKNOWN_TASK if self._python is None else await self._python.task(claim)
         found = await self._found(claim)

@@ -14,8 +14,6 @@ class QuestionLimits:
     """Seconds of one draw, or of one call of a conversation; reasoning-gym's slowest draws take under 3 s."""
     characters: int = 8000
     """Most characters of question and truth together, for draws with a peer's settings."""
-    attachment_bytes: int = 65536
-    """Size up to which images and other attachments are fetched."""
 
 
 USUAL = QuestionLimits()

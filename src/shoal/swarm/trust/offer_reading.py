@@ -21,7 +21,7 @@ from shoal.swarm.trust.encoding import Encoded, EncodedRollout, encode_offer
 from shoal.swarm.trust.ingress import Recogniser
 from shoal.swarm.trust.questions_of_peers import has_peers_truth
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.offer import TEXT, Course, Offer, OfferedRollout
+from shoal.swarm.wire.offer import Course, Offer, OfferedRollout
 from shoal.types import Reward, RewardStatus, Task
 
 
@@ -56,7 +56,7 @@ class OfferReader:
 
     async def read(self, content: Offer) -> tuple[Encoded, Counter[Reason]] | Reason:
         """The answers that this node can read, and the refusals of the others; or why there is no such task."""
-        task = await self.own.task(content.claim) if content.answers == TEXT else Reason.OTHER_MODALITY
+        task = await self.own.task(content.claim)
         if isinstance(task, Reason):
             return task
         if has_peers_truth(task):  # the metadata is verified: the checker accepts its own truth

@@ -27,7 +27,7 @@ from shoal.sandbox.boxed_child import BoxedChild
 from shoal.sandbox.program import Backend
 from shoal.sandbox.runner import in_thread, strongest_if_any
 from shoal.swarm.trust.limits import USUAL, QuestionLimits
-from shoal.swarm.trust.python_worker import DrawSeed, LoadTask, PlayAgain, ReadAttachments, TaskReply
+from shoal.swarm.trust.python_worker import DrawSeed, LoadTask, PlayAgain, TaskReply
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.offer import Claim, Course, OfferedRollout
 from shoal.tasks.procedural_client import Redrawn, libraries
@@ -115,9 +115,16 @@ class PythonTasks:
         if own is None or claim.receipt is None:
             return Reason.UNKNOWN_TASK
         draw = DrawSeed(own.task.name, claim.receipt.seed, f"{claim.receipt.dataset}/{claim.receipt.seed}")
-        drawn = await self._drawn(own, draw, Reason.NOT_DRAWN)
+        drawn = await self._ask(own, draw, Redrawn, Reason.NOT_DRAWN)
         if isinstance(drawn, Reason):
             return drawn
+        if (drawn.task.service, drawn.task.id) != (own.task.name, draw.id):  # the sandbox is not trusted
+            return Reason.NOT_DRAWN
+        try:
+            if not (own.task.converses or own.task.scores or is_confined(task_spec(drawn.task))):
+                return Reason.UNKNOWN_TASK
+        except TaskError:
+            return Reason.NOT_DRAWN
         if len(drawn.question) + len(drawn.task.answer or "") > self._limits.characters:
             return Reason.OUT_OF_BOUNDS
         return task_as_claimed(claim, drawn)
@@ -137,35 +144,11 @@ class PythonTasks:
             return Reason.UNSCORED
         return course if _asked_as_said(task, said, rollout, course) else Reason.OTHER_COURSE
 
-    async def read(self, service: str, claim: Claim, attachments: Sequence[bytes], id_: str) -> Redrawn | Reason:
-        """Converts a peer's question with the `read` of an own task, in the sandbox; `id_` is the new task's."""
-        own = self._of_service.get(service)
-        if own is None:
-            return Reason.UNKNOWN_TASK
-        request = ReadAttachments(service, claim.question, claim.truth or "", tuple(attachments), id_)
-        return await self._drawn(own, request, Reason.UNREADABLE)
-
-    async def _drawn(self, own: OwnTask, request: DrawSeed | ReadAttachments, failed: Reason) -> Redrawn | Reason:
-        """A question from the sandbox, whose reply is not trusted: the task is this one, with a confined scorer."""
-        drawn = await self._ask(own, request, Redrawn, failed)
-        if isinstance(drawn, Reason):
-            return drawn
-        if (drawn.task.service, drawn.task.id) != (own.task.name, request.id):
-            return failed
-        if own.task.converses or own.task.scores:
-            return drawn
-        try:
-            return drawn if is_confined(task_spec(drawn.task)) else Reason.UNKNOWN_TASK
-        except TaskError:
-            return failed
-
     def _claimed(self, claim: Claim) -> OwnTask | None:
         """The own task of a claim; None if source or settings differ."""
         return None if claim.receipt is None else self._of_claim.get((claim.source, claim.receipt.config))
 
-    async def _ask(
-        self, own: OwnTask, request: DrawSeed | PlayAgain | ReadAttachments, kind: type[T], failed: Reason
-    ) -> T | Reason:
+    async def _ask(self, own: OwnTask, request: DrawSeed | PlayAgain, kind: type[T], failed: Reason) -> T | Reason:
         """A reply of a task's code, or the reason of its failure: `failed` for its errors. A silent sandbox ends."""
         async with self._turn:
             try:

@@ -1,7 +1,7 @@
 """Runs the code of own tasks in a sandbox: `python -m shoal.swarm.trust.python_worker --fd N`. It may be killed.
 
-It draws questions, plays conversations again with the answers of a peer, scores, and reads attachments. It has no
-network, no files but its libraries, no processes and no threads: plain methods of an author run on the one thread.
+It draws questions, plays conversations again with the answers of a peer, and scores. It has no network,
+no files but its libraries, no processes and no threads: plain methods of an author run on the one thread.
 """
 
 import asyncio
@@ -68,16 +68,6 @@ class PlayAgain(msgspec.Struct, tag="play"):
     answers: tuple[Message, ...]
 
 
-class ReadAttachments(msgspec.Struct, tag="read"):
-    """Asks for the `Redrawn` question that the author's `read` makes of a peer's question and truth."""
-
-    name: str
-    question: str
-    truth: str
-    attachments: tuple[bytes, ...]
-    id: str
-
-
 class TaskReply(msgspec.Struct):
     """The result of a request, or an error."""
 
@@ -137,7 +127,7 @@ class TaskHost:
 
     def reply(self, frame: bytes) -> bytes:
         """The reply to a request. An exception of the task's code is an error."""
-        requests: Any = LoadTask | DrawSeed | PlayAgain | ReadAttachments
+        requests: Any = LoadTask | DrawSeed | PlayAgain
         try:
             value = self._value(wire.decode(frame, requests))
             return wire.encode(TaskReply(msgspec.Raw(msgspec.msgpack.encode(value))))
@@ -146,19 +136,14 @@ class TaskHost:
         except (Exception, SystemExit) as error:  # an author's code raises what it will
             return wire.encode(TaskReply(error=described(error) or type(error).__name__))
 
-    def _value(self, request: LoadTask | DrawSeed | PlayAgain | ReadAttachments) -> object:
+    def _value(self, request: LoadTask | DrawSeed | PlayAgain) -> object:
         if isinstance(request, LoadTask):
             self._tasks[request.name] = _loaded(request)
             return True
         task = self._tasks[request.name]
         if isinstance(request, DrawSeed):
             return _drawn(task, task.question_of(request.seed), request.id)
-        if isinstance(request, PlayAgain):
-            return self._loop.run_until_complete(_played(task, request))
-        question = task.read(request.question, request.attachments)
-        scorer = question.scorer or "exact"
-        asked = dataclasses.replace(question, answer=request.truth, scorer=scorer, attachments=())
-        return _drawn(task, asked, request.id)
+        return self._loop.run_until_complete(_played(task, request))
 
 
 def _loaded(request: LoadTask) -> Definition:

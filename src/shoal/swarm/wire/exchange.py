@@ -13,8 +13,6 @@ from shoal.errors import ExchangeUnavailable
 MOST_BEHIND = 1024
 """Most unread frames of an exchange. One further behind skips to the newest half: old offers are worth little,
 and a large swarm sends more than a node can read."""
-MAX_ATTACHMENT_BYTES = 256 * 1024
-"""Bytes of one attachment, such as an image."""
 KEPT_PER_AUTHOR = 128
 """Frames of one author and kind; a flooding author pushes out only its own."""
 
@@ -25,7 +23,6 @@ class MemorySwarm:
     def __init__(self) -> None:
         self._kept: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
         self.frames: dict[int, bytes] = {}
-        self.attachments: dict[str, bytes] = {}
         self.end = 0
         """Number of the next frame."""
         self._peers: list[MemoryExchange] = []
@@ -76,19 +73,6 @@ class MemoryExchange:
         if not self.connected:
             raise ExchangeUnavailable(self.failure)
         self._swarm.put(kind, author, frame)
-
-    async def attach(self, digest: str, data: bytes) -> None:
-        """Keeps bytes under a digest. Raises `ExchangeUnavailable` while this exchange is away."""
-        if not self.connected:
-            raise ExchangeUnavailable(self.failure)
-        self._swarm.attachments[digest] = data
-
-    async def fetch(self, digest: str, most_bytes: int) -> bytes | None:
-        """The bytes kept under a digest; None where they are missing or too many."""
-        if not self.connected:
-            raise ExchangeUnavailable(self.failure)
-        found = self._swarm.attachments.get(digest)
-        return None if found is None or len(found) > most_bytes else found
 
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and returns up to `most`, oldest first."""

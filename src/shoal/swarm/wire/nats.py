@@ -29,7 +29,7 @@ from nats.js.errors import NotFoundError
 
 from shoal.errors import ExchangeUnavailable
 from shoal.swarm.wire.envelope import MAX_FRAME_BYTES
-from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MAX_ATTACHMENT_BYTES, MOST_BEHIND
+from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MOST_BEHIND
 from shoal.swarm.wire.options import NatsOptions
 
 CONNECT_TIMEOUT_S = 2
@@ -48,7 +48,6 @@ SKIP_EVERY_S = 10.0
 """Seconds between two skips to the newest frames. In a flood every peer is behind again at once, and each skip makes a
 consumer."""
 STREAM_BYTES = 256 * 1024 * 1024
-ATTACHED_BYTES = 64 * 1024 * 1024
 _FAILURES = (ExchangeUnavailable, nats.errors.Error, OSError, ValueError, RuntimeError, AttributeError)
 # nats-py raises ValueError for what a server says that it cannot read, AttributeError when it uses a connection that it
 # has just taken apart, and passes on uvloop's RuntimeError of a transport that a dying server has closed.
@@ -127,55 +126,6 @@ class NatsExchange:
             raise ExchangeUnavailable(f"the swarm's server did not take a frame: {error or type(error)}") from error
         if kept.stream != self._stream:
             raise ExchangeUnavailable(f"the swarm's server put a frame into the stream {kept.stream!r}")
-
-    async def attach(self, digest: str, data: bytes) -> None:
-        """Keeps bytes under a digest, in a separate stream. Raises `ExchangeUnavailable`."""
-        stream = self._reached()
-        if len(data) > MAX_ATTACHMENT_BYTES:
-            raise ExchangeUnavailable(
-                f"expected an attachment of at most {MAX_ATTACHMENT_BYTES} bytes, got {len(data)}"
-            )
-        try:
-            with _ends_when_cancelled():
-                await self._ensure_attachments(stream)
-                await stream.publish(f"{self._subjects}.attached.by.{digest}", data, timeout=PUBLISH_TIMEOUT_S)
-        except _FAILURES as error:
-            raise ExchangeUnavailable(f"the swarm's server took no attachment: {error or type(error)}") from error
-
-    async def fetch(self, digest: str, most_bytes: int) -> bytes | None:
-        """The bytes kept under a digest; None where they are missing or too many. Raises `ExchangeUnavailable`."""
-        stream = self._reached()
-        try:
-            with _ends_when_cancelled():
-                found = await stream.get_last_msg(f"{self._stream}-attached", f"{self._subjects}.attached.by.{digest}")
-        except NotFoundError:
-            return None
-        except _FAILURES as error:
-            raise ExchangeUnavailable(f"the swarm's server gave no attachment: {error or type(error)}") from error
-        return None if found.data is None or len(found.data) > most_bytes else found.data
-
-    def _reached(self) -> JetStreamContext:
-        if self._client is None or not self.connected:
-            raise ExchangeUnavailable("no server of the swarm is connected")
-        return self._client.jetstream()
-
-    async def _ensure_attachments(self, stream: JetStreamContext) -> None:
-        """Makes the missing stream of attachments: the newest under each digest, for an hour."""
-        name = f"{self._stream}-attached"
-        with contextlib.suppress(NotFoundError):
-            await stream.stream_info(name)
-            return
-        config = StreamConfig(
-            name=name,
-            subjects=[f"{self._subjects}.attached.by.*"],
-            storage=StorageType.FILE,
-            discard=DiscardPolicy.OLD,
-            max_age=HISTORY_S,
-            max_msgs_per_subject=1,
-            max_bytes=ATTACHED_BYTES,
-            max_msg_size=MAX_ATTACHMENT_BYTES + 1024,
-        )
-        await stream.add_stream(config)
 
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and returns up to `most`, oldest first; reconnects for as long as it takes."""

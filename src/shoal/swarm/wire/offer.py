@@ -19,10 +19,7 @@ MAX_ROLLOUTS = 64
 MAX_WANTED = 64
 MAX_TURNS = 64
 MAX_CALLS = 16
-MAX_ATTACHED = 4
 MAX_CHECKER_CHARACTERS = 16_384
-TEXT = "text"
-"""Modality of plain text; other modalities are the first word of a media type, such as image."""
 MAX_NAME_CHARACTERS = 200
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
@@ -42,16 +39,6 @@ class GeneratorKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Attached:
-    """A part of a question that is not text; its bytes are sent separately, to nodes that read its type."""
-
-    digest: Digest
-    """SHA-256 of the bytes."""
-    media_type: Name
-    size_bytes: Annotated[int, Meta(ge=1, lt=2**31)]
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
     """A task as one node describes it to others: the question before any node's own prompt, and the truth."""
 
@@ -65,9 +52,6 @@ class Claim:
     """SHA-256 of the Python task that drew the question; empty for tasks of other kinds."""
     checker: Annotated[str, Meta(max_length=MAX_CHECKER_CHARACTERS)] = ""
     """JSON object of checker and unit tests, for a question without a receipt; empty for tasks of other kinds."""
-    modality: Name = TEXT
-    """Modality of the question; a node refuses questions of an unknown modality."""
-    attachments: Annotated[tuple[Attached, ...], Meta(max_length=MAX_ATTACHED)] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +106,6 @@ class Offer:
     """Name of the model, for people; printable and without effect."""
     made_s: UnixTime
     """End of the last rollout."""
-    answers: Name = TEXT
-    """Modality of the answers."""
 
     def __post_init__(self) -> None:
         for field, name in (("model", self.model), ("service", self.claim.service)):
