@@ -20,7 +20,7 @@ import zstandard
 from shoal import wire
 from shoal.net.identity import Identity
 from shoal.net.process import die_with_parent
-from shoal.swarm.wire.envelope import Envelope, Kind, Signer, signed
+from shoal.swarm.wire.envelope import Envelope, Signer, signed
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
 SYBILS = 1000
@@ -39,21 +39,21 @@ def hostile_frames(swarm: str, now_s: float, claims: Sequence[Claim]) -> list[tu
     made = Offer(Claim("gcd", "gcd of 1 and 1?", "1"), (OfferedRollout("7" * 400),) * 8, GeneratorKind.RULE, "x", now_s)
     payload = wire.encode(made)
     sybils = [Identity.fresh() for _ in range(SYBILS)]
-    found = [(one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, payload, now_s)) for one in sybils]
+    found = [(one.peer_id, Signer(one, swarm, session=1).frame(payload, now_s)) for one in sybils]
     flooder = Identity.fresh()
     signer = Signer(flooder, swarm, session=1)
-    found += [(flooder.peer_id, signer.frame(Kind.OFFER, payload, now_s)) for _ in range(PER_FLOODER)]
+    found += [(flooder.peer_id, signer.frame(payload, now_s)) for _ in range(PER_FLOODER)]
     found += [(author, bytes(64) + frame[64:]) for author, frame in found[:SYBILS]]  # forged
     bomb = zstandard.ZstdCompressor().compress(bytes(BOMB_BYTES))
     for one in sybils[:200]:
         for sequence, body in ((10**6, bomb), (10**9, b"no zstd")):
-            envelope = Envelope(1, swarm, one.public_key, 1, sequence, now_s, Kind.OFFER, body)
+            envelope = Envelope(1, swarm, one.public_key, 1, sequence, now_s, body)
             found.append((one.peer_id, signed(one, wire.encode(envelope))))
         found.append((one.peer_id, rng.randbytes(2000)))
     for claim in claims:
         one = Identity.fresh()
         hanging = Offer(claim, (OfferedRollout(HANG),) * 4, GeneratorKind.RULE, "x", now_s)
-        found.append((one.peer_id, Signer(one, swarm, session=1).frame(Kind.OFFER, wire.encode(hanging), now_s)))
+        found.append((one.peer_id, Signer(one, swarm, session=1).frame(wire.encode(hanging), now_s)))
     rng.shuffle(found)
     return found
 

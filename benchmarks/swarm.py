@@ -6,7 +6,7 @@ intake_core_share largest share of a core that a node spends in the ingress filt
 with_receipt_per_s  offers per second, with the question drawn again from its receipt by a child process
 simulated         one row per size of a swarm in one process, on a clock that jumps: nodes, and of each of `WHOLE` among
                   them, which are the real node with trust and strategy, processor time, calls of functions, external
-                  groups taken, bytes per step. All others send signed offers and wants as often, and read nothing:
+                  groups taken, bytes per step. All others send signed offers as often, and read nothing:
                   a node meets as many peers as in the whole swarm, in a hundredth of the time
 nodes             size of the largest swarm
 bytes_per_step    bytes that one of its nodes sent and read per step
@@ -40,9 +40,9 @@ from shoal.swarm.peer import INTAKE_PER_S, Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.ingress import IngressFilter, TrustLimits, VerifiedMessage
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
-from shoal.swarm.wire.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout, Want, offer_of
+from shoal.swarm.wire.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout, offer_of
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for
 
@@ -137,7 +137,7 @@ def _admission(count: int) -> tuple[float, float]:
     for i in range(count):
         claim = Claim("bench", f"question {i}", "truth")
         made = Offer(claim, _texts(rng, FRAME_BYTES // ROLLOUTS), GeneratorKind.FROZEN, "model", now_s)
-        frames.append(signers[i % AUTHORS].frame(Kind.OFFER, wire.encode(made), now_s))
+        frames.append(signers[i % AUTHORS].frame(wire.encode(made), now_s))
     ingress = IngressFilter("reef", "", UNLIMITED)
     began_s = time.process_time()
     admitted = sum(isinstance(ingress.admit(frame, now_s), VerifiedMessage) for frame in frames)
@@ -162,7 +162,7 @@ async def _recognised(own: OwnTasks, tasks: Sequence[Task]) -> float:
     frames = []
     for task in tasks:
         made = Offer(await own.claim(task), _texts(rng, 1024), GeneratorKind.FROZEN, "model", now_s)
-        frames.append(signer.frame(Kind.OFFER, wire.encode(made), now_s))
+        frames.append(signer.frame(wire.encode(made), now_s))
     began_s = time.perf_counter()
     for frame in frames:
         message = ingress.admit(frame, now_s)
@@ -206,8 +206,8 @@ class _Coins:
         return [Reward(coin(answer)) for answer in answers]
 
 
-Sent = tuple[float, Kind, str, bytes]
-"""Second, kind, author and frame."""
+Sent = tuple[float, str, bytes]
+"""Second, author and frame."""
 
 
 def _simulation(count: int, whole: int) -> Simulated:
@@ -236,14 +236,13 @@ def _sent_by(i: int) -> list[Sent]:
     """All that a node sends which is not simulated whole, signed before the clock starts."""
     identity, begins_s = Identity.fresh(), STEP_S * random.Random(i).random()
     signer = Signer(identity, "reef", session=1)
-    want, sent = wire.encode(Want((("coins", 0.5),))), list[Sent]()
+    sent = list[Sent]()
     for step in range(int((SIMULATED_S - begins_s) / STEP_S) + 1):
         at_s = begins_s + STEP_S * step
         group = _own_group(i, step)
         claim = Claim(group.task.service, group.task.messages[-1].content, group.task.answer)
         offer = wire.encode(offer_of(group, claim, "model", START_S + at_s))
-        for kind, payload in ((Kind.OFFER, offer), (Kind.WANT, want)):
-            sent.append((at_s, kind, identity.peer_id, signer.frame(kind, payload, START_S + at_s)))
+        sent.append((at_s, identity.peer_id, signer.frame(offer, START_S + at_s)))
     return sent
 
 
@@ -267,10 +266,10 @@ async def _swarm(count: int, others: Sequence[Sent], folder: Path) -> tuple[int,
 async def _send(swarm: MemorySwarm, others: Sequence[Sent]) -> None:
     """Sends each frame at its time, those of a tenth of a second together."""
     loop = asyncio.get_running_loop()
-    for at_s, kind, author, frame in others:
+    for at_s, author, frame in others:
         if at_s > loop.time():
             await asyncio.sleep(at_s - loop.time() + 0.1)
-        swarm.put(kind, author, frame)
+        swarm.put(author, frame)
 
 
 class _Counted(MemoryExchange):
@@ -280,9 +279,9 @@ class _Counted(MemoryExchange):
         super().__init__(swarm)
         self.moved_bytes = 0
 
-    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+    async def publish(self, author: str, frame: bytes) -> None:
         self.moved_bytes += len(frame)
-        await super().publish(kind, author, frame)
+        await super().publish(author, frame)
 
     async def receive(self, most: int) -> list[bytes]:
         frames = await super().receive(most)

@@ -18,7 +18,7 @@ from shoal.run.blocking import run_blocking
 from shoal.run.join_swarm import FOLDER
 from shoal.run.prepare import Prepared, prepare
 from shoal.run.training import train
-from shoal.swarm.wire.envelope import Envelope, Kind, Signer, opened, payload_of
+from shoal.swarm.wire.envelope import Envelope, Signer, opened, payload_of
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Offer
 from shoal.swarm.wire.options import NatsOptions
@@ -46,7 +46,7 @@ class Misfits(NatsExchange):
 
     def _swapped(self, frame: bytes) -> list[bytes]:
         envelope = opened(frame)
-        if envelope.kind is not Kind.OFFER or envelope.peer_id == self._own:
+        if envelope.peer_id == self._own:
             return [frame]
         self._held.append(envelope)
         if len(self._held) < 2:
@@ -60,7 +60,7 @@ class Misfits(NatsExchange):
         author = envelope.peer_id
         if author not in self._signers:
             self._signers[author] = Signer(Identity.fresh(), envelope.swarm, envelope.session)
-        return self._signers[author].frame(Kind.OFFER, wire.encode(offer), envelope.sent_s)
+        return self._signers[author].frame(wire.encode(offer), envelope.sent_s)
 
 
 def main() -> None:

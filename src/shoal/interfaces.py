@@ -243,7 +243,7 @@ class Exchange(Protocol):
     def failure(self) -> str:
         """Why the last try to reach the exchange failed, or its current fault; empty before the first try."""
 
-    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+    async def publish(self, author: str, frame: bytes) -> None:
         """Sends a frame to all members. Raises `ExchangeUnavailable` when it cannot be sent now."""
 
     async def receive(self, most: int) -> list[bytes]:

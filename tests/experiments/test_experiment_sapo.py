@@ -16,7 +16,7 @@ from shoal import wire
 from shoal.config import parse
 from shoal.errors import ConfigError
 from shoal.net.identity import Identity
-from shoal.swarm.wire.envelope import Kind, Signer, is_genuine, opened, payload_of
+from shoal.swarm.wire.envelope import Signer, is_genuine, opened, payload_of
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 from until import until
@@ -62,8 +62,8 @@ def test_shuffled_answers_come_with_another_question_under_a_signature_that_hold
                 for author, text in zip([own, *peers], "012", strict=True):
                     claim = Claim("gcd", f"question {text}", text)
                     payload = wire.encode(Offer(claim, (OfferedRollout(text),), GeneratorKind.TRAINING, "m", 1.0))
-                    frame = Signer(author, config.swarm.name, 1).frame(Kind.OFFER, payload, 1.0)
-                    await exchange.publish(Kind.OFFER, author.peer_id, frame)
+                    frame = Signer(author, config.swarm.name, 1).frame(payload, 1.0)
+                    await exchange.publish(author.peer_id, frame)
         return hearing.result()
 
     envelopes = {frame: opened(frame) for frame in asyncio.run(received())}

@@ -24,7 +24,7 @@ from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.prepare import prepare
 from shoal.run.training import run_training, train
 from shoal.swarm.trust.claim_verification import OwnTasks
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
@@ -114,7 +114,7 @@ def with_peer(
                 await until(lambda: exchange.connected)
                 while True:
                     for payload in payloads:
-                        await exchange.publish(Kind.OFFER, me.peer_id, seal.frame(Kind.OFFER, payload, time.time()))
+                        await exchange.publish(me.peer_id, seal.frame(payload, time.time()))
                         await asyncio.sleep(0.02)
 
             tasks = [asyncio.create_task(hear()), asyncio.create_task(say())]
@@ -188,7 +188,7 @@ def test_a_run_takes_groups_of_a_swarm_in_memory(config: Path) -> None:
     settings = load(config, [f'run_dir="{run}"', "train.steps=1", "swarm.external_groups=1", "swarm.wait_s=60"])
     signer = Signer(peer, settings.swarm.name, session=1)
     for payload in GOOD[:4]:
-        hub.put(Kind.OFFER, peer.peer_id, signer.frame(Kind.OFFER, payload, time.time()))
+        hub.put(peer.peer_id, signer.frame(payload, time.time()))
     with prepare(settings) as prepared:
         asyncio.run(train(prepared, exchange=hub.join()))
     assert [step["external"] for step in steps_of(run)] == [1]
@@ -216,8 +216,8 @@ def test_a_hanging_answer_of_a_peer_takes_the_processor_time_of_peers_and_not_th
         claim = asyncio.run(own.claim(prepared.environments["countdown"].draw(Split.TRAIN, 1)))
         own.close()
         made = Offer(claim, (OfferedRollout("9**9**9**9**9"),) * 2, GeneratorKind.RULE, "x", time.time())
-        frame = Signer(peer, settings.swarm.name, session=1).frame(Kind.OFFER, wire.encode(made), time.time())
-        hub.put(Kind.OFFER, peer.peer_id, frame)
+        frame = Signer(peer, settings.swarm.name, session=1).frame(wire.encode(made), time.time())
+        hub.put(peer.peer_id, frame)
         asyncio.run(train(prepared, exchange=hub.join()))
     assert json.loads((run / "swarm" / "status.json").read_text())["refused"]["no verdict in time"] == 1
 

@@ -23,7 +23,7 @@ from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.node import KNOWN_FILE, Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
@@ -89,11 +89,11 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
                 claim = await own.claim(next(claims))
                 rollouts = OfferedRollout(claim.truth or ""), OfferedRollout(f"{rng.random()}")
                 content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", NOW_S + now_s())
-                frame = signers[author].frame(Kind.OFFER, wire.encode(content), NOW_S + now_s())
-                hub.put(Kind.OFFER, author, frame)
+                frame = signers[author].frame(wire.encode(content), NOW_S + now_s())
+                hub.put(author, frame)
             for part in range(PARTS):
                 for author, frame in flood[part % 20 :: 20] if step >= attack.from_step else ():
-                    hub.put(Kind.OFFER, author, frame)
+                    hub.put(author, frame)
                 await asyncio.sleep(STEP_S / PARTS)
             groups = await node.take(step, _logprobs)
             taken.append([group.origin.peer_id for group in groups if group.origin])
@@ -124,7 +124,7 @@ def _flood(count: int) -> list[tuple[str, bytes]]:
     )
     for number in range(count // 2):
         one = Identity.fresh()
-        frame = Signer(one, "reef", 1).frame(Kind.OFFER, payload, NOW_S)
+        frame = Signer(one, "reef", 1).frame(payload, NOW_S)
         frames += [(one.peer_id, frame), (f"{number}", bytes(64) + frame[64:])]
     return frames
 

@@ -36,7 +36,7 @@ from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
@@ -206,7 +206,7 @@ async def site(
     own, member, other = OwnTasks([service]), joined(hub), hub.join()
     seal = Signer(PEER, "reef", session=1)
     for content in before:
-        hub.put("offer", PEER.peer_id, seal.frame(Kind.OFFER, wire.encode(content), 1e9))
+        hub.put(PEER.peer_id, seal.frame(wire.encode(content), 1e9))
     here = Joined(member, own, HERE, folder, Config(tasks=[config]), clock=lambda: 1e9)
     draw = partial(service.draw, Split.TRAIN)
     node = HumanNode(here, ExactScorer(), draw, QuestionPace(answers=2, wait_s=0), seed=1)
@@ -306,8 +306,8 @@ class FirstAcknowledgementLost(MemoryExchange):
 
     sent: tuple[bytes, ...] = ()
 
-    async def publish(self, kind: str, author: str, frame: bytes) -> None:
-        await super().publish(kind, author, frame)
+    async def publish(self, author: str, frame: bytes) -> None:
+        await super().publish(author, frame)
         self.sent += (frame,)
         if len(self.sent) == 1:
             raise ExchangeUnavailable("no acknowledgement came")

@@ -17,7 +17,7 @@ from shoal import wire
 from shoal.experience.log import FILE
 from shoal.net.identity import Identity
 from shoal.swarm.listing import listed
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.wire.options import NatsOptions
@@ -143,8 +143,8 @@ async def offered(server: str, question: str) -> None:
     async with NatsExchange(NatsOptions((server,), "reef")) as exchange:
         receiving = asyncio.create_task(exchange.receive(1))
         await until(lambda: exchange.connected)
-        frame = seal.frame(Kind.OFFER, wire.encode(content), time.time())
-        await exchange.publish(Kind.OFFER, identity.peer_id, frame)
+        frame = seal.frame(wire.encode(content), time.time())
+        await exchange.publish(identity.peer_id, frame)
         receiving.cancel()
         await asyncio.gather(receiving, return_exceptions=True)
 

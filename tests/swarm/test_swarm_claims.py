@@ -20,7 +20,7 @@ from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.limits import QuestionLimits
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.library import Library
@@ -152,8 +152,8 @@ def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
             for claim in (*claims[:4], lie):
                 rollouts = (OfferedRollout(claim.truth or ""), OfferedRollout("no"))
                 made = Offer(claim, rollouts, GeneratorKind.FROZEN, "sums", time.time())
-                frame = seal.frame(Kind.OFFER, wire.encode(made), time.time())
-                await theirs.publish(Kind.OFFER, specialist.peer_id, frame)
+                frame = seal.frame(wire.encode(made), time.time())
+                await theirs.publish(specialist.peer_id, frame)
             await until(lambda: node.ready == 4 and node.ingress.refused[Reason.OTHER_LIBRARIES] == 1)
             groups = await node.take(0, logprobs)
             assert {group.task.service for group in groups} == {"chain_sum"}

@@ -21,7 +21,7 @@ from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.contents import MOST_PER_QUESTION, Contents
 from shoal.swarm.trust.ingress import ESTABLISHED
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.library import Library
@@ -55,10 +55,10 @@ class Stranger:
     async def says(self, claim: Claim, *answers: str, now_s: float | None = None) -> None:
         rollouts, now_s = tuple(OfferedRollout(answer) for answer in answers), now_s or time.time()
         content = Offer(claim, rollouts, GeneratorKind.FROZEN, "model", now_s)
-        await self.sends(self._signer.frame(Kind.OFFER, wire.encode(content), now_s))
+        await self.sends(self._signer.frame(wire.encode(content), now_s))
 
     async def sends(self, frame: bytes) -> None:
-        await self._exchange.publish(Kind.OFFER, self.peer_id, frame)
+        await self._exchange.publish(self.peer_id, frame)
 
 
 class Reef:

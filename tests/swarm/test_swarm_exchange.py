@@ -27,7 +27,7 @@ from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
 from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.listing import listed
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
@@ -51,7 +51,7 @@ async def published(exchange: Exchange, *frames: bytes, author: str = "a", timeo
         for frame in frames:
             while True:
                 try:
-                    await exchange.publish("offer", author, frame)
+                    await exchange.publish(author, frame)
                     break
                 except ExchangeUnavailable:
                     await asyncio.sleep(0.05)
@@ -89,8 +89,8 @@ async def memory_members() -> None:
     hub = MemorySwarm()
     first = hub.join()
     for i in range(KEPT_PER_AUTHOR + 2):
-        await first.publish("offer", "flood", b"%d" % i)
-    await first.publish("offer", "quiet", b"q")
+        await first.publish("flood", b"%d" % i)
+    await first.publish("quiet", b"q")
     late = hub.join()
     assert await late.receive(2) == [b"2", b"3"]
     assert (await late.receive(KEPT_PER_AUTHOR))[-2:] == [b"%d" % (KEPT_PER_AUTHOR + 1), b"q"]
@@ -98,11 +98,11 @@ async def memory_members() -> None:
     await asyncio.sleep(1)
     assert not waiting.done()
     late.here.clear()
-    await first.publish("want", "flood", b"w")
+    await first.publish("flood", b"w")
     await asyncio.sleep(1)
     assert not waiting.done()
     with pytest.raises(ExchangeUnavailable):
-        await late.publish("offer", "b", b"x")
+        await late.publish("b", b"x")
     late.here.set()
     assert await waiting == [b"w"]
 
@@ -240,7 +240,7 @@ def test_when_the_server_is_killed_members_wait_and_go_on_with_the_next_one(
                 assert "signal 9" in str(await server.died())
                 await until(lambda: not (one.connected or two.connected))
                 with pytest.raises(ExchangeUnavailable):
-                    await one.publish("offer", "a", b"lost")
+                    await one.publish("a", b"lost")
             async with NatsServer(ServerOptions(folders[1], port=port)):
                 await published(one, b"3")
                 await heard(b"1", b"2", b"3")
@@ -262,7 +262,7 @@ def test_a_task_that_is_cancelled_just_as_the_server_s_reply_comes_ends(tmp_path
 
         async def publish() -> None:
             while True:
-                await one.publish("offer", "a", b"1")
+                await one.publish("a", b"1")
 
         publishing = asyncio.ensure_future(publish())
         await until(lambda: replies)
@@ -283,7 +283,7 @@ def test_a_node_leaves_a_server_that_stands_still_although_it_takes_no_more_byte
         os.kill(server.pid, signal.SIGSTOP)
         try:
             full = bytes(500_000)  # together more than the sockets hold
-            sending = [asyncio.ensure_future(one.publish("offer", f"{i}", full)) for i in range(40)]
+            sending = [asyncio.ensure_future(one.publish(f"{i}", full)) for i in range(40)]
             await until(lambda: one._client is not None and one._client._pending_data_size > 0)
             async with asyncio.timeout(60):
                 await one.__aexit__(None, None, None)
@@ -358,7 +358,7 @@ def test_a_listing_has_a_line_for_each_genuine_offer_and_counts_the_other_frames
     offer = Offer(
         Claim("gcd", "gcd of 4 and 6?", "2"), (OfferedRollout("2"),) * 2, GeneratorKind.RULE, "m", time.time()
     )
-    frame = Signer(author, "reef", session=1).frame(Kind.OFFER, wire.encode(offer), time.time())
+    frame = Signer(author, "reef", session=1).frame(wire.encode(offer), time.time())
 
     async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
         member = joined(server.url)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig, parse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.model.renderer_loading import load_renderer
@@ -26,12 +25,11 @@ from shoal.run.standstill import waits
 from shoal.swarm.answerers import Answerer, ChatModel, RuleSolver, slip
 from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.node import Node
-from shoal.swarm.peer import RETRY_S, Joined, ban_in
+from shoal.swarm.peer import RETRY_S, Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.ingress import IngressFilter, Recogniser, VerifiedMessage
-from shoal.swarm.wire.envelope import Kind, Signer
 from shoal.swarm.wire.exchange import MemorySwarm
-from shoal.swarm.wire.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout, Want
+from shoal.swarm.wire.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Group, Split, Task
@@ -315,30 +313,6 @@ def test_answers_that_take_longer_than_the_pace_are_followed_by_the_next_questio
     generator = generator_of(Answers(takes_s=0.02), tmp_path, MemorySwarm(), GeneratorPace(2, 0.01, 60))
     asyncio.run(asyncio.wait_for(generator.run(), 60 * RETRY_S))
     assert generator.tally.shared == 60
-
-
-def test_who_is_banned_is_heard_no_more_from_the_start_or_soon_after(tmp_path: Path) -> None:
-    async def main() -> None:
-        hub, peers = MemorySwarm(), [Identity.fresh(), Identity.fresh()]
-        for need, peer in zip((0.9, 0.4), peers, strict=True):
-            frame = Signer(peer, "reef", session=1).frame(
-                Kind.WANT, wire.encode(Want((("letters", need),))), time.time()
-            )
-            hub.put(Kind.WANT, peer.peer_id, frame)
-        ban_in(tmp_path, [peers[0].peer_id])
-        generator = generator_of(Answers(), tmp_path, hub, GeneratorPace(2, 0.1))
-        running = asyncio.ensure_future(generator.run())
-        await until(lambda: generator.status()["needs"] == {"letters": 0.4})
-        refused = generator.status()["refused"]
-        assert isinstance(refused, dict)
-        assert refused["banned"] == 1
-        ban_in(tmp_path, [peers[1].peer_id])
-        await until(lambda: not generator.status()["needs"])
-        assert generator.status()["banned"] == sorted(peer.peer_id for peer in peers)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(main())
 
 
 def test_a_generator_is_either_a_model_or_a_rule() -> None:

@@ -21,7 +21,7 @@ from shoal.swarm.node import Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, Kind, Signer
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, Signer
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.wire.options import NatsOptions
@@ -54,12 +54,12 @@ class Crowd:
         self._exchange = exchange
 
     async def say(self, seal: Signer, author: Identity, payload: bytes) -> bytes:
-        frame = seal.frame(Kind.OFFER, payload, time.time())
+        frame = seal.frame(payload, time.time())
         await self.send(frame, author)
         return frame
 
     async def send(self, frame: bytes, author: Identity) -> None:
-        await self._exchange.publish(Kind.OFFER, author.peer_id, frame)
+        await self._exchange.publish(author.peer_id, frame)
 
 
 def liar(*, session: int = 1) -> tuple[Identity, Signer]:

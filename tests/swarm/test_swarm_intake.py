@@ -14,14 +14,14 @@ from shoal.net.identity import Identity
 from shoal.swarm.peer import FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S, MOST_AT_ONCE, Joined, Peer
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemorySwarm
-from shoal.swarm.wire.offer import Want
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
 NOW_S = 1.8e9
 BATCHES = 3
 FRAMES = BATCHES * INTAKE_BATCH
-PAYLOAD = wire.encode(Want((("gcd", 0.5),)))
+PAYLOAD = wire.encode(Offer(Claim("gcd", "?", "2"), (OfferedRollout("2"),), GeneratorKind.RULE, "m", NOW_S))
 
 
 class Ahead(selectors.SelectSelector):
@@ -63,7 +63,7 @@ def read(folder: Path, timer: Callable[[], float], look_every_s: float) -> list[
         hub, other = MemorySwarm(), Identity.fresh()
         said = Signer(other, "reef", session=1)
         for _ in range(FRAMES):
-            hub.put(Kind.WANT, other.peer_id, said.frame(Kind.WANT, PAYLOAD, NOW_S))
+            hub.put(other.peer_id, said.frame(PAYLOAD, NOW_S))
         own = OwnTasks([])
         config = Config(tasks=[TaskConfig(name="gcd")])
         peer = Peer(Joined(hub.join(), own, Identity.fresh(), folder, config, clock=lambda: NOW_S, timer=timer))
@@ -106,8 +106,8 @@ def test_a_flood_under_the_name_of_an_established_author_costs_no_more_than_its_
         listening = asyncio.create_task(peer.beside())
         for read in range(8):
             for number in range(MOST_AT_ONCE):
-                frame = said.frame(Kind.WANT, PAYLOAD, NOW_S)
-                hub.put(Kind.WANT, f"{read} {number}", bytes(64) + frame[64:])
+                frame = said.frame(PAYLOAD, NOW_S)
+                hub.put(f"{read} {number}", bytes(64) + frame[64:])
             while exchange not in hub.waiting:  # time stands still meanwhile
                 assert not listening.done()
                 await asyncio.sleep(0.0)

@@ -1,4 +1,4 @@
-"""What a node gives: its own groups as offers, and its weak tasks as wants."""
+"""What a node gives: its own groups as offers."""
 
 import asyncio
 import json
@@ -12,13 +12,13 @@ from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
 from shoal.rehearsal.clock import run_virtual
-from shoal.swarm.node import NEED_DECAY, STATUS_PEERS, Node
+from shoal.swarm.node import STATUS_PEERS, Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.ingress import IngressFilter, Reason, VerifiedMessage
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemorySwarm
-from shoal.swarm.wire.offer import GeneratorKind, Offer, OfferedRollout, Want
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn
 from until import until
@@ -64,10 +64,10 @@ async def offered(hub: MemorySwarm, node: Node, task: Task, *wrong: str) -> None
     author, claim = Identity.fresh(), await node._own.claim(task)
     answers = tuple(OfferedRollout(text) for text in (task.answer or "", *wrong))
     offer = wire.encode(Offer(claim, answers, GeneratorKind.FROZEN, "model", NOW_S))
-    hub.put(Kind.OFFER, author.peer_id, Signer(author, "reef", 1).frame(Kind.OFFER, offer, NOW_S))
+    hub.put(author.peer_id, Signer(author, "reef", 1).frame(offer, NOW_S))
 
 
-def test_own_groups_become_offers_as_the_taker_needs_them_and_what_they_lack_a_want(tmp_path: Path) -> None:
+def test_own_groups_become_offers_as_the_taker_needs_them(tmp_path: Path) -> None:
     letters = letters_in(tmp_path)
     service, hub = JsonlService(letters, 0), MemorySwarm()
     config = Config(tasks=[letters], swarm=SwarmConfig(external_groups=3, share="all"))
@@ -78,20 +78,17 @@ def test_own_groups_become_offers_as_the_taker_needs_them_and_what_they_lack_a_w
         node.offer(rolled_out(first, {"?": 0.0, first.answer or "": 1.0}))
         node.offer(rolled_out(second, {second.answer or "": 1.0}, FinishReason.LENGTH))
         running = asyncio.ensure_future(node.run())
-        await until(lambda: len(hub.frames) == 3)
+        await until(lambda: len(hub.frames) == 2)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
     asyncio.run(main())
     ingress = IngressFilter("reef", "")
     heard = [ingress.admit(frame, NOW_S) for frame in hub.frames.values()]
-    said = [one.content for one in heard if isinstance(one, VerifiedMessage)]
-    one, other = (content for content in said if isinstance(content, Offer))
+    one, other = (message.content for message in heard if isinstance(message, VerifiedMessage))
     assert (one.claim.truth, one.generator, one.made_s) == (first.answer, GeneratorKind.TRAINING, NOW_S)
     assert one.rollouts == (OfferedRollout("?"), OfferedRollout(first.answer or ""))
     assert other.rollouts == (OfferedRollout(second.answer or "", complete=False),)
-    lacks = 1 - (NEED_DECAY * 0.5 + (1 - NEED_DECAY) * 1.0)
-    assert [content for content in said if isinstance(content, Want)] == [Want((("letters", round(lacks, 3)),))]
 
 
 def test_the_status_lists_a_bounded_number_of_peers_the_most_taken_first(tmp_path: Path) -> None:
@@ -191,19 +188,19 @@ def test_a_node_sends_no_faster_than_its_peers_admit(tmp_path: Path) -> None:
     service, hub = JsonlService(letters, 0), MemorySwarm()
     config = Config(tasks=[letters])
     sender, receiver = (made(tmp_path / name, service, config, hub) for name in ("sender", "receiver"))
-    want = wire.encode(Want((("letters", 0.5),)))
+    claim, answers = Claim("gcd", "?", "2"), (OfferedRollout("2"),)
+    offer = Offer(claim, answers, GeneratorKind.RULE, "m", NOW_S)
 
     async def main() -> None:
         listening = asyncio.ensure_future(receiver.run())
         for _ in range(400):  # far more than a burst
-            assert await sender._send(Kind.WANT, want, NOW_S + 1)
+            await sender._share_offer(offer)
         await asyncio.sleep(60)
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
 
     run_virtual(main())
-    assert not receiver.ingress.refused
-    assert receiver.ingress.admitted == 400
+    assert sender.tally.shared == receiver.ingress.admitted == 400
 
 
 async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:

@@ -11,7 +11,7 @@ from shoal.run.join_swarm import report_connection
 from shoal.swarm.peer import Joined, Peer
 from shoal.swarm.trust.ingress import IngressFilter, TrustLimits, VerifiedMessage
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from until import until
@@ -42,7 +42,7 @@ def test_how_often_an_author_is_heard_does_not_hang_on_the_reader_s_unix_time(tm
         reader = peer(hub, tmp_path, Identity.fresh(), Clock(step_s=100.0))
         reader.ingress = IngressFilter("reef", reader.peer_id, TrustLimits(rate_per_s=0.01, burst=4.0))
         for _ in range(20):
-            hub.put(Kind.OFFER, "a", author.frame(Kind.OFFER, wire.encode(OFFER), NOW_S))
+            hub.put("a", author.frame(wire.encode(OFFER), NOW_S))
         listening = asyncio.create_task(reader.beside())
         await until(lambda: reader.ingress.admitted + reader.ingress.refused.total() == 20)
         assert reader.ingress.refused == {Reason.FLOODING: 16}

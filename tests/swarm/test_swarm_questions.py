@@ -20,7 +20,7 @@ from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.limits import USUAL, QuestionLimits
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
+from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
@@ -105,8 +105,8 @@ def test_a_truth_that_its_own_checker_refuses_is_no_truth(tmp_path: Path, tiny_m
                 claim = Claim("sums", question, truth, checker='{"scorer": "number"}')
                 said = (OfferedRollout("7"), OfferedRollout("no"))
                 made = Offer(claim, said, GeneratorKind.FROZEN, "m", time.time())
-                frame = seal.frame(Kind.OFFER, wire.encode(made), time.time())
-                await hub.join().publish(Kind.OFFER, peer.peer_id, frame)
+                frame = seal.frame(wire.encode(made), time.time())
+                await hub.join().publish(peer.peer_id, frame)
             async with asyncio.timeout(60):
                 while node.ready != 1 or node.ingress.refused[Reason.UNSCORED] != 1:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)

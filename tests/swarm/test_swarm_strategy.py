@@ -41,19 +41,14 @@ def own(rewards: tuple[float, ...], service: str = "gcd", size_bytes: int = 100)
 
 
 def test_sharers_share_what_their_names_say() -> None:
-    assert sharer_of("all")(own(EQUAL), {}, 0.0)
-    assert not sharer_of("informative")(own(EQUAL), {}, 0.0)
-    assert sharer_of("informative")(own(MIXED), {}, 0.0)
-    demand = sharer_of("demand")
-    assert not demand(own(MIXED), {}, 0.0)
-    assert not demand(own(MIXED), {"gcd": 0.1}, 0.0)
-    assert demand(own(MIXED), {"gcd": 0.9}, 0.0)
-    assert not demand(own(EQUAL), {"gcd": 0.9}, 0.0)
+    assert sharer_of("all")(own(EQUAL), 0.0)
+    assert not sharer_of("informative")(own(EQUAL), 0.0)
+    assert sharer_of("informative")(own(MIXED), 0.0)
 
 
 def test_a_budget_is_kept_on_average() -> None:
     share = sharer_of("budget:50")
-    shared = sum(share(own(MIXED), {}, float(second)) for second in range(1000))
+    shared = sum(share(own(MIXED), float(second)) for second in range(1000))
     assert shared * 100 <= 50 * (1000 + 60)
     assert shared * 100 >= 50 * 950
 
@@ -151,15 +146,15 @@ def test_an_author_with_any_number_of_offers_is_taken_again_only_after_all_other
 def test_own_code_is_called_by_name_and_held_to_the_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my_strategy.py").write_text(
         "def greedy(candidates, n, rng):\n    return [0, 0, 99, -1, *range(len(candidates))]\n"
-        "def large(own, demand, now_s):\n    return own.size_bytes > 50\nnothing = 3\n"
+        "def large(own, now_s):\n    return own.size_bytes > 50\nnothing = 3\n"
     )
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     taker = taker_of("my_strategy:greedy")
     assert apply_taker(taker, [candidate()] * 5, 3, random.Random(0)) == [0, 1, 2]
     sharer = sharer_of("my_strategy:large")
-    assert sharer(own(EQUAL), {}, 0.0)
-    assert not sharer(own(EQUAL, size_bytes=9), {}, 0.0)
+    assert sharer(own(EQUAL), 0.0)
+    assert not sharer(own(EQUAL, size_bytes=9), 0.0)
     with pytest.raises(ConfigError, match="expected a function"):
         taker_of("my_strategy:nothing")
     sys.modules.pop("my_strategy")

@@ -27,8 +27,8 @@ from shoal.swarm.trust.ingress import (
 )
 from shoal.swarm.trust.rates import MOST_RATED, Bucket, Buckets
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, Signer, signed
-from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout, Want
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Signer, signed
+from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
 ME, PEER, OTHER = (Identity.fresh() for _ in range(3))
 NOW_S = 1.8e9
@@ -46,14 +46,11 @@ def seal(identity: Identity = PEER, swarm: str = "reef", session: int = 1) -> Si
 
 def test_what_an_honest_peer_says_comes_in_once() -> None:
     at, said = ingress(), seal()
-    frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
+    frame = said.frame(PAYLOAD, NOW_S)
     message = at.admit(frame, NOW_S)
     assert message == VerifiedMessage(PEER.peer_id, f"{PEER.peer_id}/1-0", NOW_S, OFFER)
     assert at.admit(frame, NOW_S) is Reason.REPLAYED
-    want = Want((("gcd", 0.5),))
-    heard = at.admit(said.frame(Kind.WANT, wire.encode(want), NOW_S), NOW_S)
-    assert isinstance(heard, VerifiedMessage)
-    assert heard.content == want
+    assert isinstance(at.admit(said.frame(PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     assert (at.admitted, at.refused) == (2, {Reason.REPLAYED: 1})
 
 
@@ -67,7 +64,7 @@ UNPRINTABLE_SERVICE = {"service": "gcd\n", "question": "?", "truth": "2", "recei
 
 def forged() -> bytes:
     """PEER's envelope, signed by OTHER."""
-    frame = seal().frame(Kind.OFFER, PAYLOAD, NOW_S)
+    frame = seal().frame(PAYLOAD, NOW_S)
     return OTHER.sign(frame[64:]) + frame[64:]
 
 
@@ -78,16 +75,15 @@ def forged() -> bytes:
         (b"", Reason.MALFORMED),
         (bytes(64) + b"\x01\xc1", Reason.MALFORMED),
         (bytes(64) + wire.encode(["not", "an", "envelope"]), Reason.MALFORMED),
-        (seal(swarm="lagoon").frame(Kind.OFFER, PAYLOAD, NOW_S), Reason.OTHER_SWARM),
-        (seal(ME).frame(Kind.OFFER, PAYLOAD, NOW_S), Reason.OWN),
-        (seal(OTHER).frame(Kind.OFFER, PAYLOAD, NOW_S), Reason.BANNED),
+        (seal(swarm="lagoon").frame(PAYLOAD, NOW_S), Reason.OTHER_SWARM),
+        (seal(ME).frame(PAYLOAD, NOW_S), Reason.OWN),
+        (seal(OTHER).frame(PAYLOAD, NOW_S), Reason.BANNED),
         (forged(), Reason.FORGED),
-        (seal().frame(Kind.OFFER, PAYLOAD, NOW_S + 301), Reason.FUTURE),
-        (seal().frame(Kind.OFFER, PAYLOAD, NOW_S - 3601), Reason.EXPIRED),
-        (seal().frame(Kind.OFFER, b"\x01nonsense", NOW_S), Reason.BAD_BODY),
-        (seal().frame(Kind.WANT, PAYLOAD, NOW_S), Reason.BAD_BODY),
-        (seal().frame(Kind.OFFER, altered(model="m\x1b[2J"), NOW_S), Reason.BAD_BODY),
-        (seal().frame(Kind.OFFER, altered(claim=UNPRINTABLE_SERVICE), NOW_S), Reason.BAD_BODY),
+        (seal().frame(PAYLOAD, NOW_S + 301), Reason.FUTURE),
+        (seal().frame(PAYLOAD, NOW_S - 3601), Reason.EXPIRED),
+        (seal().frame(b"\x01nonsense", NOW_S), Reason.BAD_BODY),
+        (seal().frame(altered(model="m\x1b[2J"), NOW_S), Reason.BAD_BODY),
+        (seal().frame(altered(claim=UNPRINTABLE_SERVICE), NOW_S), Reason.BAD_BODY),
     ],
 )
 def test_what_is_refused_is_counted_by_its_reason(frame: bytes, reason: Reason) -> None:
@@ -120,31 +116,31 @@ def test_a_field_that_is_repeated_is_refused_before_it_costs_more_than_its_bytes
     for times in (2 * REPEATING_BYTES // one, 8 * REPEATING_BYTES // one):
         frame = None
         with contextlib.suppress(WireError):  # so small a frame of so large a payload is not even signed
-            frame = seal().frame(Kind.OFFER, repeating([(name, value()) for _ in range(times)]), NOW_S)
+            frame = seal().frame(repeating([(name, value()) for _ in range(times)]), NOW_S)
         assert frame is None or ingress().admit(frame, NOW_S) is Reason.BAD_BODY
-    alone = seal().frame(Kind.OFFER, repeating([("later", "field")]), NOW_S)
+    alone = seal().frame(repeating([("later", "field")]), NOW_S)
     assert isinstance(ingress().admit(alone, NOW_S), VerifiedMessage), "a later version may have more fields"
 
 
 def test_a_small_frame_takes_no_long_decoding() -> None:
     payload = altered(rollouts=[{"text": ""}] * 64, later="x" * 400_000)
     with pytest.raises(WireError, match="32 bytes of payload"):
-        seal().frame(Kind.OFFER, payload, NOW_S)
+        seal().frame(payload, NOW_S)
     body = zstandard.ZstdCompressor(write_content_size=True).compress(payload)
-    envelope = Envelope(1, "reef", PEER.public_key, 1, 0, NOW_S, Kind.OFFER, body)
+    envelope = Envelope(1, "reef", PEER.public_key, 1, 0, NOW_S, body)
     assert ingress().admit(signed(PEER, wire.encode(envelope)), NOW_S) is Reason.BAD_BODY
 
 
 def test_only_what_an_author_itself_has_signed_is_held_against_it() -> None:
     at = ingress()
     honest = seal()
-    first = honest.frame(Kind.OFFER, PAYLOAD, NOW_S)
+    first = honest.frame(PAYLOAD, NOW_S)
     at.admit(first, NOW_S)
     before = at.trust(PEER.peer_id)
     for frame in (first, forged(), first[:-1]):
         at.admit(frame, NOW_S)
     assert at.trust(PEER.peer_id) == before
-    at.admit(honest.frame(Kind.OFFER, b"nonsense", NOW_S), NOW_S)
+    at.admit(honest.frame(b"nonsense", NOW_S), NOW_S)
     assert at.trust(PEER.peer_id) < before
 
 
@@ -181,7 +177,7 @@ def test_no_more_of_the_established_are_remembered_than_the_limit_and_who_speaks
     established(at, PEER.peer_id)
     for i in range(100):
         established(at, f"bought {i}")
-        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S, float(i)), VerifiedMessage)
+        assert isinstance(at.admit(said.frame(PAYLOAD, NOW_S), NOW_S, float(i)), VerifiedMessage)
     assert len(at.peers) == 16
     assert not at.is_newcomer(PEER.peer_id)
 
@@ -197,7 +193,7 @@ def test_a_reader_whose_clock_was_set_for_one_frame_hears_everybody_afterwards()
     at, said = ingress(), seal()
     for tick in range(1200):
         now_s = NOW_S + tick + (3000.0 if tick == 100 else 0.0)
-        at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S + tick), now_s, float(tick))
+        at.admit(said.frame(PAYLOAD, NOW_S + tick), now_s, float(tick))
     assert at.admitted == 1200
 
 
@@ -205,7 +201,7 @@ def test_an_author_whose_clock_was_set_back_is_heard_in_its_next_life(tmp_path: 
     at = ingress()
     for now_s in (NOW_S, NOW_S - 3000.0, NOW_S - 3000.0):
         said = seal(session=next_session(tmp_path, now_s))
-        assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
+        assert isinstance(at.admit(said.frame(PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     (tmp_path / SESSION_FILE).write_text("what\n")
     assert next_session(tmp_path, NOW_S) == int(NOW_S * 1000)
 
@@ -228,7 +224,7 @@ def test_who_sends_what_is_dear_to_decode_is_heard_as_seldom_as_it_is_dear(autho
     at = ingress(TrustLimits(author_share=0.1, author_burst_s=2.0), timer=Costly())
     established(at, PEER.peer_id)
     signers = {author.peer_id: seal(author) for author in authors}
-    frames = [signers[author.peer_id].frame(Kind.OFFER, PAYLOAD, NOW_S) for author in authors]
+    frames = [signers[author.peer_id].frame(PAYLOAD, NOW_S) for author in authors]
     heard = sum(isinstance(at.admit(frame, NOW_S, float(i)), VerifiedMessage) for i, frame in enumerate(frames))
     assert heard == pytest.approx(100 * 0.1 + 2, abs=1.5)
     assert at.refused[Reason.FLOODING] == 100 - heard
@@ -252,17 +248,16 @@ def longest(field: str, count: int, one: object) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("kind", "payload"),
+    "payload",
     [
-        (Kind.OFFER, longest("rollouts", 149_000, {})),
-        (Kind.OFFER, longest("rollouts", 70_000, {"text": ""})),
-        (Kind.OFFER, longest("rollouts", 65, {"text": "x" * 7000})),
-        (Kind.OFFER, longest("nothing", 249_000, {})),
-        (Kind.WANT, wire.encode({"noise": NOISE, "needs": [["", 0]] * 160_000})),
+        longest("rollouts", 149_000, {}),
+        longest("rollouts", 70_000, {"text": ""}),
+        longest("rollouts", 65, {"text": "x" * 7000}),
+        longest("nothing", 249_000, {}),
     ],
 )
-def test_a_frame_of_few_bytes_builds_no_more_objects_than_an_offer_may_have(kind: Kind, payload: bytes) -> None:
-    frame = seal().frame(kind, payload, NOW_S)
+def test_a_frame_of_few_bytes_builds_no_more_objects_than_an_offer_may_have(payload: bytes) -> None:
+    frame = seal().frame(payload, NOW_S)
     tracemalloc.start()
     found = ingress().admit(frame, NOW_S)
     _, most_bytes = tracemalloc.get_traced_memory()
@@ -313,7 +308,7 @@ def test_keys_become_established_by_the_hour_and_those_who_are_keep_their_place(
 
 
 def test_a_stamp_ahead_of_time_makes_nothing_younger() -> None:
-    message = ingress().admit(seal().frame(Kind.OFFER, PAYLOAD, NOW_S + 299), NOW_S)
+    message = ingress().admit(seal().frame(PAYLOAD, NOW_S + 299), NOW_S)
     assert isinstance(message, VerifiedMessage)
     assert message.sent_s == NOW_S
 
@@ -321,11 +316,11 @@ def test_a_stamp_ahead_of_time_makes_nothing_younger() -> None:
 @pytest.mark.parametrize("lie", [Reason.WRONG_QUESTION, Reason.WRONG_TRUTH])
 def test_a_proven_lie_bans_its_author_at_once(lie: Reason) -> None:
     at, said = ingress(), seal()
-    assert isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
+    assert isinstance(at.admit(said.frame(PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     at.refuse(PEER.peer_id, Reason.UNINFORMATIVE)
     assert PEER.peer_id not in at.banned
     at.refuse(PEER.peer_id, lie)
-    assert at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S) is Reason.BANNED
+    assert at.admit(said.frame(PAYLOAD, NOW_S), NOW_S) is Reason.BANNED
     assert at.trust(PEER.peer_id) == 0.0
 
 
@@ -352,7 +347,7 @@ def test_of_lying_newcomers_the_last_are_banned_and_only_bans_of_the_established
 
 def test_a_gap_isolates_nobody_and_is_counted() -> None:
     at, said = ingress(), seal()
-    frames = [said.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(10)]
+    frames = [said.frame(PAYLOAD, NOW_S) for _ in range(10)]
     assert isinstance(at.admit(frames[2], NOW_S), VerifiedMessage)  # a late joiner hears the middle first
     assert isinstance(at.admit(frames[9], NOW_S), VerifiedMessage)
     assert at.peers[PEER.peer_id].gaps == 6
@@ -364,9 +359,9 @@ def test_a_gap_isolates_nobody_and_is_counted() -> None:
 def test_an_author_that_restarts_goes_on_and_its_earlier_session_cannot_be_replayed() -> None:
     at = ingress()
     before, after = seal(session=1), seal(session=2)
-    old = [before.frame(Kind.OFFER, PAYLOAD, NOW_S) for _ in range(2)]
+    old = [before.frame(PAYLOAD, NOW_S) for _ in range(2)]
     assert isinstance(at.admit(old[0], NOW_S), VerifiedMessage)
-    assert isinstance(at.admit(after.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
+    assert isinstance(at.admit(after.frame(PAYLOAD, NOW_S), NOW_S), VerifiedMessage)
     assert [at.admit(frame, NOW_S) for frame in old] == [Reason.REPLAYED] * 2
 
 
@@ -386,7 +381,7 @@ def test_an_author_above_its_rate_is_heard_at_its_rate() -> None:
     at, said = ingress(TrustLimits(rate_per_s=2.0, burst=4.0)), seal()
     heard = 0
     for tick in range(100):  # 10 s of 10 letters a second
-        heard += isinstance(at.admit(said.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + tick / 10), VerifiedMessage)
+        heard += isinstance(at.admit(said.frame(PAYLOAD, NOW_S), NOW_S + tick / 10), VerifiedMessage)
     assert heard == pytest.approx(4 + 2 * 9.9, abs=1)
     assert at.refused[Reason.FLOODING] == 100 - heard
 
@@ -394,15 +389,15 @@ def test_an_author_above_its_rate_is_heard_at_its_rate() -> None:
 def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -> None:
     at = ingress(TrustLimits(newcomers_rate_per_s=10.0, newcomers_burst=20.0, authors=16))
     known = seal()
-    at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
+    at.admit(known.frame(PAYLOAD, NOW_S), NOW_S)
     while at.is_newcomer(PEER.peer_id):
         at.praise(PEER.peer_id)
     heard = 0
     for i in range(1000):
-        frame = seal(Identity.fresh()).frame(Kind.OFFER, PAYLOAD, NOW_S)
+        frame = seal(Identity.fresh()).frame(PAYLOAD, NOW_S)
         heard += isinstance(at.admit(frame, NOW_S + i / 1000), VerifiedMessage)
         if i % 100 == 0:
-            assert isinstance(at.admit(known.frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S + i / 1000), VerifiedMessage)
+            assert isinstance(at.admit(known.frame(PAYLOAD, NOW_S), NOW_S + i / 1000), VerifiedMessage)
     assert heard <= 20 + 10
     assert len(at.peers) == 17  # memory is bounded, and the established author is still there
     assert not at.is_newcomer(PEER.peer_id)
@@ -410,11 +405,11 @@ def test_a_thousand_newcomers_share_one_rate_and_leave_the_established_alone() -
 
 def test_newcomers_above_their_rate_make_nobody_be_forgotten_and_nothing_be_heard_again() -> None:
     at, said = ingress(TrustLimits(newcomers_rate_per_s=0.001, newcomers_burst=4.0, authors=8)), seal()
-    frame = said.frame(Kind.OFFER, PAYLOAD, NOW_S)
+    frame = said.frame(PAYLOAD, NOW_S)
     assert isinstance(at.admit(frame, NOW_S), VerifiedMessage)
     for _ in range(20):
         stranger = Identity.fresh()
-        at.admit(seal(stranger).frame(Kind.OFFER, PAYLOAD, NOW_S), NOW_S)
+        at.admit(seal(stranger).frame(PAYLOAD, NOW_S), NOW_S)
         assert at.is_newcomer(stranger.peer_id)
     assert at.admit(frame, NOW_S + 3000) is Reason.REPLAYED
 
@@ -454,7 +449,7 @@ def test_each_name_has_a_bucket_of_its_own_and_those_that_asked_long_ago_a_full_
 
 def test_random_damage_to_frames_never_raises_and_never_enters() -> None:
     rng, at = random.Random(0), ingress()
-    frame = seal().frame(Kind.OFFER, PAYLOAD, NOW_S)
+    frame = seal().frame(PAYLOAD, NOW_S)
     for _ in range(300):
         damaged = bytearray(frame)
         for _ in range(rng.randint(1, 4)):
@@ -466,7 +461,7 @@ def test_random_damage_to_frames_never_raises_and_never_enters() -> None:
 
 def test_frames_of_established_authors_and_own_ones_are_known_before_they_are_checked() -> None:
     at = ingress()
-    frames = [seal(one).frame(Kind.OFFER, PAYLOAD, NOW_S) for one in (ME, PEER, OTHER)]
+    frames = [seal(one).frame(PAYLOAD, NOW_S) for one in (ME, PEER, OTHER)]
     assert [at.is_known(frame) for frame in frames] == [True, False, False]
     for _ in range(2):  # a second time changes nothing
         at.vouch(PEER.peer_id)

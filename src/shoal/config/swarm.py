@@ -23,7 +23,7 @@ class SwarmConfig(Section):
     )
     share: str = Field(
         "all",
-        description="Own groups shared: all, informative, budget:N (bytes/s), demand or module:function.",
+        description="Own groups shared: all, informative, budget:N (bytes/s) or module:function.",
     )
     take: str = Field(
         "trusted",

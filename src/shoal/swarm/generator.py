@@ -1,7 +1,7 @@
 """A generator is a peer that does not train: it draws questions, signs the answers of an `Answerer`, and shares them.
 
 The `Answerer` is a model behind a URL or a rule (`answerers.py`). The takers score its answers. A generator
-scores and takes nothing, but it reads peers' wants and draws more of those tasks.
+scores and takes nothing.
 """
 
 import asyncio
@@ -20,8 +20,6 @@ from shoal.types import Split, seed_for
 
 MOST_FAILURES = 5
 """Consecutive failures, before the first shared group, after which a generator with a group limit gives up."""
-UNASKED = 0.1
-"""Weight of a task that no peer wants; a full need weighs 1."""
 LOG = logging.getLogger(__name__)
 
 
@@ -50,7 +48,7 @@ class Generator(Peer):
         """Reason of the last failure, and number of consecutive failures."""
 
     async def run(self) -> None:
-        """Shares the groups of its pace and reads peers' wants meanwhile. Raises a `ShoalError`.
+        """Shares the groups of its pace. Raises a `ShoalError`.
 
         A model that refuses the first question ends the run. So do failures from the start, if the pace limits groups.
         """
@@ -69,7 +67,6 @@ class Generator(Peer):
             "failure": common["failure"] or self._failure,
             "generator": self._answerer.kind.value,
             "model": self._answerer.name,
-            "needs": self._wanted(),
         }
 
     async def _share_all(self) -> None:
@@ -83,9 +80,8 @@ class Generator(Peer):
 
     async def _share(self, number: int) -> bool:
         """Shares one group; returns whether it was done. A failure ends nothing once a group was shared."""
-        wanted, names = self._wanted(), list(self._services)
         index = seed_for("generator", self.peer_id, self._signer.session, number) % 2**31
-        (name,) = random.Random(index).choices(names, [UNASKED + wanted.get(name, 0.0) for name in names])
+        name = random.Random(index).choice(list(self._services))
         try:
             task = await asyncio.to_thread(self._services[name].draw, Split.TRAIN, index)
             answers = await self._answerer.answers(task, min(self._pace.rollouts, MAX_ROLLOUTS))

@@ -28,7 +28,7 @@ async def listed(
                 while True:
                     for frame in await exchange.receive(256):
                         message = ingress.admit(frame, time.time())
-                        if isinstance(message, VerifiedMessage) and isinstance(message.content, Offer):
+                        if isinstance(message, VerifiedMessage):
                             found.append(_line(message, message.content))
         except TimeoutError:
             if not exchange.connections:

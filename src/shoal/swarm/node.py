@@ -3,7 +3,7 @@
     listen   consumes frames of the exchange; the ingress filter admits them; fills `pending`
     verify   consumes `pending`: matches an own task, encodes the text, scores the answers; fills the pool
     share    consumes own groups chosen for sharing; waits for the exchange; drops the oldest while it is away
-    report   sends this node's wants now and then, and writes status.json
+    report   writes known.txt and status.json
 
 The training run waits for groups only as long as `swarm.wait_s` says, not at all by default. Ready offers are chosen at
 once, and only their logprobs under the node's own weights remain to be computed.
@@ -19,10 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from shoal import wire
 from shoal.errors import WireError
 from shoal.interfaces import Logprobs, Renderer, Scorer
-from shoal.swarm.peer import BANNED_FILE, RETRY_S, Joined, NodeCounts, Peer, ban_in, read_lines
+from shoal.swarm.peer import BANNED_FILE, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.strategy.choice import sharer_of, taker_of
 from shoal.swarm.strategy.ready_pool import ReadyPool
 from shoal.swarm.strategy.sharing import Outbox
@@ -32,8 +31,7 @@ from shoal.swarm.trust.ingress import VerifiedMessage
 from shoal.swarm.trust.offer_reading import OfferReader, limits_of
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.verification import Rounds, Verification
-from shoal.swarm.wire.envelope import Kind
-from shoal.swarm.wire.offer import MAX_WANTED, Offer, Want
+from shoal.swarm.wire.offer import Offer
 from shoal.types import Group, Origin, seed_for
 
 NEWCOMER_REST = 4.0
@@ -44,8 +42,6 @@ KNOWN_FILE = "known.txt"
 """File in a node's folder with the established peers, for its next process; people may add to it in between."""
 READY_PER_GROUP = 8
 """Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
-NEED_DECAY = 0.95
-"""Weight of the past in a task's mean reward, per own group."""
 STATUS_PEERS = 256
 """Peers in the status: the most taken."""
 
@@ -77,7 +73,6 @@ class Node(Peer):
         rng, uniform = random.Random(seed_for("swarm", config.seed, self.peer_id)), settings.take == "uniform"
         self._outbox = Outbox(joined.own, sharer_of(settings.share), Path(config.model.path).name or "model")
         self._taker = taker_of(settings.take)
-        self._rewards: dict[str, float] = {}  # mean of each task, over this node's groups
         self.verification = Verification(
             self.ingress,
             OfferReader(joined.own, scorer, renderer, limits_of(config, max_model_len), rng, threads),
@@ -101,12 +96,8 @@ class Node(Peer):
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
-        service, rewards = group.task.service, [rollout.reward.value for rollout in group.finished]
-        if rewards:
-            mean = fmean(rewards)
-            self._rewards[service] = NEED_DECAY * self._rewards.get(service, mean) + (1 - NEED_DECAY) * mean
         self.verification.contents.own(group)
-        self.tally.unsent += self._outbox.put(group, self._wanted(), self._clock())
+        self.tally.unsent += self._outbox.put(group, self._clock())
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
         """Encodes chosen offers as groups under the weights being trained; `version` is their newest Version."""
@@ -227,10 +218,6 @@ class Node(Peer):
                 self.tally.unsent += 1
 
     async def _periodic(self) -> None:
-        """Sends this node's wants, and writes down who is established."""
+        """Writes down who is established."""
         if established := self.ingress.established:
             self.remember(KNOWN_FILE, "\n".join(established))
-        needs = tuple((name, round(min(max(1 - mean, 0.0), 1.0), 3)) for name, mean in self._rewards.items())
-        if needs and self.connected:
-            want = wire.encode(Want(needs[:MAX_WANTED]))
-            await self._send(Kind.WANT, want, self._clock() + RETRY_S)

@@ -24,10 +24,10 @@ from shoal.errors import ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.net.identity import Identity
 from shoal.swarm.trust.ingress import IngressFilter, Recogniser, TrustLimits, VerifiedMessage
-from shoal.swarm.trust.rates import Bucket, Recent
+from shoal.swarm.trust.rates import Bucket
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.envelope import Kind, Signer
-from shoal.swarm.wire.offer import Offer, Want
+from shoal.swarm.wire.envelope import Signer
+from shoal.swarm.wire.offer import Offer
 
 BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
@@ -50,8 +50,6 @@ SENT_SHARE = 0.9
 """Messages sent, as a fraction of the peers' rate limit per author; faster messages are dropped."""
 RETRY_S = 0.5
 """Seconds between two attempts to send."""
-MOST_WANTS = 512
-"""Peers whose wants are remembered."""
 LOG = logging.getLogger(__name__)
 
 
@@ -100,7 +98,7 @@ class Peer:
     def __init__(self, joined: Joined) -> None:
         self.swarm, self.peer_id = joined.config.swarm.name, joined.identity.peer_id
         self.fresh_s = joined.config.swarm.fresh_s
-        """Seconds after which an offer is neither sent nor taken, and a want is forgotten."""
+        """Seconds after which an offer is neither sent nor taken."""
         self._exchange, self._own, self._folder, self._clock = joined.exchange, joined.own, joined.folder, joined.clock
         self._timer = joined.timer
         limits = TrustLimits()
@@ -112,8 +110,6 @@ class Peer:
         self.tally = PeerCounts()
         self.file_failures: dict[str, str] = {}
         """Reasons of the last failures to read or write this peer's files, by file name."""
-        self._wants: Recent[str, tuple[float, Want]] = Recent(MOST_WANTS)
-        """Time and content of the last want of each peer."""
         self._read_bans()
         self._signer = Signer(joined.identity, self.swarm, next_session(self._folder, self._clock()))
 
@@ -160,39 +156,27 @@ class Peer:
     async def _periodic(self) -> None:
         """Does the periodic work, every `report_every_s`, after the ban list was read."""
 
-    def _wanted(self) -> dict[str, float]:
-        """Largest need of each task service among the fresh wants of peers."""
-        since_s, largest = self._clock() - self.fresh_s, dict[str, float]()
-        for peer_id, (sent_s, want) in self._wants.items():
-            for service, need in want.needs if sent_s >= since_s and peer_id not in self.ingress.banned else ():
-                largest[service] = max(largest.get(service, 0.0), need)
-        return largest
-
     async def _share_offer(self, offer: Offer) -> None:
-        """Sends an offer and counts it, unless it grows too old first. Raises `WireError` for one too large."""
-        sent = await self._send(Kind.OFFER, wire.encode(offer), offer.made_s + self.fresh_s)
-        self.tally.shared += sent
-        self.tally.unsent += not sent
+        """Signs an offer and sends it, waiting for the exchange until the offer is too old; counts it.
 
-    async def _send(self, kind: Kind, payload: bytes, until_s: float) -> bool:
-        """Sends a payload, and waits for the exchange until then; tells whether it was sent.
-
-        The signed frame is kept: peers count a second attempt as the same message.
+        The signed frame is kept: peers count a second attempt as the same message. Raises `WireError` for an offer too
+        large.
         """
-        frame, outgoing = None, self._outgoing
+        payload, frame, outgoing = wire.encode(offer), None, self._outgoing
         outgoing.take(asyncio.get_running_loop().time(), 0.0)
         outgoing.spend(1.0)
         await asyncio.sleep(max(0.0, outgoing.used - outgoing.burst) / outgoing.rate_per_s)
-        while self._clock() < until_s:
+        while self._clock() < offer.made_s + self.fresh_s:
             if frame is None and self.connected:
-                frame = self._signer.frame(kind, payload, self._clock())
+                frame = self._signer.frame(payload, self._clock())
             with contextlib.suppress(ExchangeUnavailable):
                 if frame is not None:
-                    await self._exchange.publish(kind, self.peer_id, frame)
-                    self.tally.shared_bytes += len(frame) * (kind is Kind.OFFER)
-                    return True
+                    await self._exchange.publish(self.peer_id, frame)
+                    self.tally.shared += 1
+                    self.tally.shared_bytes += len(frame)
+                    return
             await asyncio.sleep(RETRY_S)
-        return False
+        self.tally.unsent += 1
 
     async def _listen(self) -> None:
         """Reads frames that name an established author at once, and leaves all others to `_read_others`.
@@ -230,10 +214,7 @@ class Peer:
         intake.take(loop_s, 0.0)
         intake.spend(max(OWN_COST if message is Reason.OWN else 1.0, (self._timer() - began_s) / FRAME_S))
         if isinstance(message, VerifiedMessage):
-            if isinstance(message.content, Want):
-                self._wants[message.peer_id] = message.sent_s, message.content
-            else:
-                self._receive(message, message.content)
+            self._receive(message, message.content)
         await asyncio.sleep(0)
 
     async def _report(self) -> None:

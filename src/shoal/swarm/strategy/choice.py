@@ -9,7 +9,6 @@ one small share together. A user's `module:function` has the signature `Sharer` 
     share   all           every group
             informative   groups whose rewards differ
             budget:N      informative groups that fit into N bytes per second on average
-            demand        informative groups of tasks that a peer wants
     take    uniform       uniformly among groups whose rewards differ
             trusted       informative groups, author by author, by trust, age and use; newcomers at most 15 %
 """
@@ -35,8 +34,6 @@ HALF_LIFE_S = 300.0
 """Seconds in which the worth of an offer halves, for `trusted`."""
 LIKELY = 0.5
 """Probability from which on a peer's token weighs fully under `group_likely`: a minority's token below it shrinks."""
-WANTED = 0.25
-"""Smallest need that `demand` answers."""
 BUDGET_BURST_S = 60.0
 
 
@@ -66,8 +63,8 @@ class Candidate:
     newcomer: bool
 
 
-Sharer: TypeAlias = Callable[[Own, Mapping[str, float], float], bool]
-"""(group, largest need of each service, time in s) -> whether to share the group."""
+Sharer: TypeAlias = Callable[[Own, float], bool]
+"""(group, time in s) -> whether to share the group."""
 Taker: TypeAlias = Callable[[Sequence[Candidate], int, random.Random], Sequence[int]]
 """(candidates, most to take, randomness) -> indices of the taken candidates."""
 
@@ -81,25 +78,20 @@ def differ(rewards: Sequence[float]) -> bool:
     return len(rewards) >= 2 and min(rewards) != max(rewards)
 
 
-def all_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
+def all_groups(own: Own, now_s: float) -> bool:
     """Shares every group, as SAPO does."""
     return True
 
 
-def informative_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
+def informative_groups(own: Own, now_s: float) -> bool:
     """Shares groups whose rewards differ."""
     return differ(own.rewards)
-
-
-def demanded_groups(own: Own, needs: Mapping[str, float], now_s: float) -> bool:
-    """Shares informative groups of tasks that a peer wants."""
-    return differ(own.rewards) and needs.get(own.service, 0.0) >= WANTED
 
 
 def budget(bytes_per_s: float) -> Sharer:
     """Makes a sharer of informative groups within an average of bytes per second."""
     bucket = Bucket(bytes_per_s, bytes_per_s * BUDGET_BURST_S)
-    return lambda own, needs, now_s: differ(own.rewards) and bucket.take(now_s, own.size_bytes)
+    return lambda own, now_s: differ(own.rewards) and bucket.take(now_s, own.size_bytes)
 
 
 def uniform(candidates: Sequence[Candidate], n: int, rng: random.Random) -> list[int]:
@@ -179,7 +171,6 @@ class Trusted:
 SHARERS: Mapping[str, Sharer] = {
     "all": all_groups,
     "informative": informative_groups,
-    "demand": demanded_groups,
 }
 
 

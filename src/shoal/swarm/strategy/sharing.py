@@ -1,7 +1,6 @@
 """A bounded queue of own groups to share; when full (the swarm is away), it drops the oldest."""
 
 import asyncio
-from collections.abc import Mapping
 
 from shoal.errors import TaskError, WireError
 from shoal.swarm.strategy.choice import Own, Sharer
@@ -19,11 +18,11 @@ class Outbox:
         self._own, self._sharer, self._model = own, sharer, model
         self._queue: asyncio.Queue[tuple[Group, float]] = asyncio.Queue(OUTBOX)
 
-    def put(self, group: Group, needs: Mapping[str, float], made_s: float) -> int:
+    def put(self, group: Group, made_s: float) -> int:
         """Queues a group if the strategy shares it; returns the number of groups that made room."""
         rewards = tuple(rollout.reward.value for rollout in group.finished)
         size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
-        if not self._sharer(Own(group.task.service, rewards, size), needs, asyncio.get_running_loop().time()):
+        if not self._sharer(Own(group.task.service, rewards, size), asyncio.get_running_loop().time()):
             return 0
         dropped = int(self._queue.full())
         if dropped:

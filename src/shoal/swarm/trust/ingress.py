@@ -19,7 +19,7 @@ needs hours. Established authors, at most `TrustLimits.authors`, push out the lo
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,8 +30,8 @@ from shoal.errors import WireError
 from shoal.net.identity import SIGNATURE_BYTES, peer_id_of
 from shoal.swarm.trust.rates import Bucket, Recent
 from shoal.swarm.trust.refusals import BLAMED, LIES, STANDING_KEPT, Reason
-from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, Kind, is_genuine, opened, payload_of
-from shoal.swarm.wire.offer import Claim, Course, Offer, OfferedRollout, Want
+from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, is_genuine, opened, payload_of
+from shoal.swarm.wire.offer import Claim, Course, Offer, OfferedRollout
 from shoal.types import Task
 
 REPEATING_BYTES = 16 * 1024
@@ -47,8 +47,6 @@ LIARS = 1024
 """Newcomers whose ban is remembered: a new name costs less than waiting."""
 WINDOW = 256
 """Sequence numbers below the highest that may still arrive, out of order."""
-
-PAYLOADS: Mapping[Kind, type[Offer | Want]] = {Kind.OFFER: Offer, Kind.WANT: Want}
 
 
 class Recogniser(Protocol):
@@ -97,7 +95,7 @@ class VerifiedMessage:
     id: str
     """Id, unique among all messages that are ever admitted."""
     sent_s: float
-    content: Offer | Want
+    content: Offer
 
 
 @dataclass(slots=True)
@@ -208,7 +206,7 @@ class IngressFilter:
         began_s = self._timer()
         try:
             payload = payload_of(found)
-            content = wire.decode(payload, PAYLOADS[found.kind], MAX_PAYLOAD_BYTES)
+            content = wire.decode(payload, Offer, MAX_PAYLOAD_BYTES)
             # Each repeat of a key is decoded, and only the last kept.
             if len(payload) > REPEATING_BYTES and 2 * len(wire.encode(content)) < len(payload):
                 raise WireError("payload: expected no repeated keys")

@@ -1,7 +1,7 @@
 """An envelope carries one payload between peers as signed, size-limited bytes.
 
     frame    = signature (64 bytes) + wire bytes of the Envelope (format version, msgpack)
-    Envelope = schema, swarm, author's public key, session, sequence, time, kind, body
+    Envelope = schema, swarm, author's public key, session, sequence, time, body
     body     = one zstd frame that states its size
 
 The signature covers all bytes after it, so no part can be changed or moved to another swarm or author. `session` is the
@@ -13,7 +13,6 @@ Only then `payload_of` decompresses, within the stated and allowed size.
 """
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Annotated, Literal
 
 import zstandard
@@ -38,13 +37,6 @@ _COMPRESSOR = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
 UnixTime = Annotated[float, Meta(ge=0, lt=2**40)]
 
 
-class Kind(StrEnum):
-    """Type of an envelope's payload."""
-
-    OFFER = "offer"
-    WANT = "want"
-
-
 @dataclass(frozen=True, slots=True)
 class Envelope:
     """One signed message; `author` is the public key. The bounds of the fields hold for decoded envelopes."""
@@ -55,7 +47,6 @@ class Envelope:
     session: Annotated[int, Meta(ge=0, lt=2**53)]
     sequence: Annotated[int, Meta(ge=0, lt=2**53)]
     sent_s: UnixTime
-    kind: Kind
     body: bytes
 
     @property
@@ -74,14 +65,14 @@ class Signer:
     """Number above that of every earlier process with this identity, such as Unix time in ms."""
     _sequence: int = 0
 
-    def frame(self, kind: Kind, payload: bytes, now_s: float) -> bytes:
+    def frame(self, payload: bytes, now_s: float) -> bytes:
         """Signs a payload. Raises `WireError` for a frame that every ingress filter would refuse."""
         if len(payload) > MAX_PAYLOAD_BYTES:
             raise WireError(f"payload: expected at most {MAX_PAYLOAD_BYTES} bytes, got {len(payload)}")
         body = _COMPRESSOR.compress(payload)
         _check_ratio(len(payload), body)
         author = self.identity.public_key
-        envelope = Envelope(1, self.swarm, author, self.session, self._sequence, now_s, kind, body)
+        envelope = Envelope(1, self.swarm, author, self.session, self._sequence, now_s, body)
         frame = signed(self.identity, wire.encode(envelope))
         if len(frame) > MAX_FRAME_BYTES:
             raise WireError(f"frame: expected at most {MAX_FRAME_BYTES} bytes, got {len(frame)}")

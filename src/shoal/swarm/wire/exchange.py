@@ -1,6 +1,6 @@
 """A swarm inside one process serves tests, simulations and experiments with many nodes. Deterministic.
 
-It keeps the last frames of each author and kind for late joiners, as a server would. An exchange that is `away` neither
+It keeps the last frames of each author for late joiners, as a server would. An exchange that is `away` neither
 publishes nor receives, as with a cut cable (`here` is cleared). Once back it reads on from its last frame.
 """
 
@@ -14,14 +14,14 @@ MOST_BEHIND = 1024
 """Most unread frames of an exchange. One further behind skips to the newest half: old offers are worth little,
 and a large swarm sends more than a node can read."""
 KEPT_PER_AUTHOR = 128
-"""Frames of one author and kind; a flooding author pushes out only its own."""
+"""Frames of one author; a flooding author pushes out only its own."""
 
 
 class MemorySwarm:
     """Frames and exchanges of one swarm. One event loop."""
 
     def __init__(self) -> None:
-        self._kept: defaultdict[tuple[str, str], deque[int]] = defaultdict(deque)
+        self._kept: defaultdict[str, deque[int]] = defaultdict(deque)
         self.frames: dict[int, bytes] = {}
         self.end = 0
         """Number of the next frame."""
@@ -35,9 +35,9 @@ class MemorySwarm:
         self._peers.append(member)
         return member
 
-    def put(self, kind: str, author: str, frame: bytes) -> None:
+    def put(self, author: str, frame: bytes) -> None:
         """Delivers a frame to every exchange."""
-        kept = self._kept[kind, author]
+        kept = self._kept[author]
         kept.append(self.end)
         self.frames[self.end] = frame
         self.end += 1
@@ -68,11 +68,11 @@ class MemoryExchange:
         """Reason why the swarm cannot be reached; empty if it can."""
         return "" if self.connected else "this peer is cut off"
 
-    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+    async def publish(self, author: str, frame: bytes) -> None:
         """Delivers a frame to every exchange. Raises `ExchangeUnavailable` while this one is away."""
         if not self.connected:
             raise ExchangeUnavailable(self.failure)
-        self._swarm.put(kind, author, frame)
+        self._swarm.put(author, frame)
 
     async def receive(self, most: int) -> list[bytes]:
         """Waits for frames and returns up to `most`, oldest first."""

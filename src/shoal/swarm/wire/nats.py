@@ -1,6 +1,6 @@
 """A NATS exchange sends frames through JetStream, which keeps frames for late joiners.
 
-A swarm has one stream, with one subject per kind and author. The server keeps only the last frames of a subject, so a
+A swarm has one stream, with one subject per author. The server keeps only the last frames of a subject, so a
 flooding author pushes out only its own. Frames are pulled: a reader gets no more than it asks for. Any peer makes a
 missing stream.
 
@@ -111,7 +111,7 @@ class NatsExchange:
         """True while a server and its stream can be reached."""
         return self._client is not None and self._client.is_connected and self._consumer is not None
 
-    async def publish(self, kind: str, author: str, frame: bytes) -> None:
+    async def publish(self, author: str, frame: bytes) -> None:
         """Sends a frame; the stream has stored it on return. Raises `ExchangeUnavailable`."""
         client = self._client
         if client is None or not self.connected:
@@ -120,7 +120,7 @@ class NatsExchange:
         try:
             with _ends_when_cancelled():
                 kept = await client.jetstream().publish(
-                    f"{self._subjects}.{kind}.{author}", frame, timeout=PUBLISH_TIMEOUT_S, headers=once
+                    f"{self._subjects}.offer.{author}", frame, timeout=PUBLISH_TIMEOUT_S, headers=once
                 )
         except _FAILURES as error:
             raise ExchangeUnavailable(f"the swarm's server did not take a frame: {error or type(error)}") from error

@@ -16,7 +16,6 @@ from shoal.swarm.wire.envelope import UnixTime
 from shoal.types import FinishReason, Group, Message, Receipt, Reward, Role, Rollout, RolloutStatus, ToolCall
 
 MAX_ROLLOUTS = 64
-MAX_WANTED = 64
 MAX_TURNS = 64
 MAX_CALLS = 16
 MAX_CHECKER_CHARACTERS = 16_384
@@ -136,14 +135,6 @@ class Course:
     answer: str | None = None
     """The answer that a checker scores; None stands for the whole text."""
     turn_rewards: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A node's weak tasks, so that peers may share groups that would help it."""
-
-    needs: Annotated[tuple[tuple[Name, Annotated[float, Meta(ge=0, le=1)]], ...], Meta(max_length=MAX_WANTED)]
-    """Task services with the missing share of the reward there: 0..1."""
 
 
 def model_name(name: str) -> str:
