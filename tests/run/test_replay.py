@@ -10,9 +10,7 @@ import pytest
 
 from command import shoal
 from shoal.experience import archive
-from shoal.experience.audit import audit
-from shoal.experience.log import FILE, open_log, read, read_meta, reading, weights_of
-from shoal.experience.schema import FORMAT
+from shoal.experience.log import FILE, read, reading, weights_of
 from train_runs import events, start
 
 STEPS = 50
@@ -70,23 +68,6 @@ def test_a_step_that_the_log_lacks_is_refused(run: Path) -> None:
     done = shoal("replay", str(run), "--step=7", "--to=99")
     assert done.returncode == 2
     assert f"whose log has 1 to {STEPS}, got 7 to 99" in done.stderr
-
-
-def test_a_log_of_the_format_before_is_read_and_goes_on(run: Path, tmp_path: Path) -> None:
-    old = tmp_path / "old"
-    shutil.copytree(run, old)
-    with closing(sqlite3.connect(old / FILE)) as connection, connection:
-        connection.execute("DROP TABLE trained")
-        connection.execute("UPDATE meta SET value = '2' WHERE key = 'format'")
-    assert audit(old).ok
-    done = shoal("replay", str(old), f"--step={STEPS}")
-    assert "not recorded; all statistics equal" in done.stdout
-    with reading(old) as connection:
-        meta = read_meta(connection)
-    open_log(old, meta, resume=True).close()
-    with reading(old) as connection:
-        assert connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone() == (FORMAT,)
-    assert read(old, lambda connection: weights_of(connection, STEPS - 1)) is None
 
 
 def test_weights_of_archived_steps_are_read_from_the_archive(run: Path) -> None:

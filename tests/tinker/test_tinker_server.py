@@ -248,49 +248,6 @@ def test_checkpoints_are_listed_until_they_are_deleted_or_their_time_is_over(
     assert step.metrics["version"] == 1.0
 
 
-def test_all_weights_are_trained_as_torch_does_and_served_until_the_model_is_unloaded(
-    server: TinkerServer, service: tinker.ServiceClient, tiny_model_dir: Path
-) -> None:
-    model = plain(tiny_model_dir)
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
-    wanted = list[tuple[float, float]]()
-    for _ in range(3):
-        logits = model(torch.tensor([TOKENS[:-1]])).logits[0].log_softmax(-1)
-        loss = -logits.gather(-1, torch.tensor(TOKENS[1:])[:, None]).sum()
-        adam.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        wanted.append((loss.item(), norm.item()))
-        adam.step()
-    session, number = trained(service).model_id.partition(":")[0], 77
-
-    def asked(route: str, **fields: object) -> httpx.Response:
-        return httpx.post(f"{server.url}/api/v1/{route}", headers={"X-API-Key": KEYS[0]}, json=fields)
-
-    made = asked("create_model", session_id=session, model_seq_id=number, base_model="tiny").json()
-    while (info := asked("retrieve_future", request_id=made["request_id"])).status_code == httpx.codes.REQUEST_TIMEOUT:
-        pass
-    assert info.json()["type"] == "create_model"
-    told = types.GetInfoResponse.model_validate(asked("get_info", model_id=made["model_id"]).json())
-    assert told.is_lora is False
-    client = tinker.TrainingClient(service.holder, number, made["model_id"], info=told)
-    found = list[tuple[float, float]]()
-    for _ in range(3):
-        forward = client.forward_backward([datum()], "cross_entropy")
-        step = client.optim_step(types.AdamParams(learning_rate=1e-2)).result(TIMEOUT_S)
-        assert step.metrics is not None
-        found.append((forward.result(TIMEOUT_S).metrics["loss:sum"], step.metrics["unclipped_grad_l2:mean"]))
-    for one, torchs in zip(found, wanted, strict=True):
-        assert one == pytest.approx(torchs, rel=1e-5)
-    sampler = client.save_weights_and_get_sampling_client().result(TIMEOUT_S)
-    asked_of = sampler.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result(TIMEOUT_S)
-    assert asked_of[1:] == pytest.approx(logprobs(client), abs=1e-4)
-    asked("unload_model", model_id=made["model_id"])
-    with pytest.raises(tinker.TinkerError):
-        logprobs(client)
-    assert asked("telemetry", session_id=session, events=[]).json() == {"status": "accepted"}
-
-
 def test_a_client_can_neither_use_nor_see_what_is_anothers(server: TinkerServer, service: tinker.ServiceClient) -> None:
     client = trained(service)
     saved = client.save_state("mine").result(TIMEOUT_S).path

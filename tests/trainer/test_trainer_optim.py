@@ -12,6 +12,7 @@ from transformers import get_linear_schedule_with_warmup
 from engine_models import saved
 from shoal.config.training import TrainConfig
 from shoal.model.loading import load_model
+from shoal.trainer.messages import Adam
 from shoal.trainer.optim import Optimizer, learning_rate
 
 NUMBERS = st.one_of(
@@ -73,3 +74,19 @@ def test_biases_and_norms_are_never_decayed_whatever_their_shape(tmp_path: Path)
     decayed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name] + 1.0)}
     assert decayed == {name for name in before if name.endswith(("weight", "_proj", "sinks")) and before[name].ndim > 1}
     assert any(before[name].ndim > 1 for name in before.keys() - decayed)
+
+
+def test_an_update_with_given_settings_is_that_of_torch() -> None:
+    ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2))
+    given = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    optimizer, torchs = Optimizer({"weight": ours}, TrainConfig()), torch.optim.AdamW([theirs], **given)
+    adam = Adam(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
+    for step in range(4):
+        gradient = torch.sin(torch.arange(12.0) + step).view(3, 4)
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        norm = nn.utils.clip_grad_norm_([theirs], 0.5)
+        torchs.step()
+        found, taken = optimizer.update_as(adam)
+        assert taken
+        assert found == pytest.approx(norm.item(), rel=1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)

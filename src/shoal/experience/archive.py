@@ -135,13 +135,7 @@ def archived_through(connection: sqlite3.Connection) -> int:
 
 
 def attach(connection: sqlite3.Connection, run_dir: Path) -> None:
-    """Shadows the log's tables with tables that include its archive, and adds empty ones that it lacks.
-
-    Raises `RunDirError`.
-    """
-    for table in _columns().keys() - _tables(connection):  # a log of an earlier format
-        connection.execute(f"CREATE TEMP TABLE later_{table}({', '.join(_columns()[table])})")
-        connection.execute(f"CREATE TEMP VIEW {table} AS SELECT * FROM temp.later_{table}")
+    """Shadows the log's tables with tables that include its archive. Raises `RunDirError`."""
     names = connection.execute("SELECT name FROM shards ORDER BY through")
     attach_files(connection, [run_dir / FOLDER / name for (name,) in names])
 
@@ -156,28 +150,25 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
     there = _tables(connection)
     for table, columns in _columns().items():
         if table != "rollouts":
-            lazy = ", shard, row_group" if table == "groups" else ""
-            connection.execute(f"CREATE TEMP TABLE all_{table}({', '.join(columns)}{lazy})")
+            connection.execute(f"CREATE TEMP TABLE all_{table}({', '.join(columns)})")
             for column in _INDEXED.get(table, ()):
                 connection.execute(f"CREATE INDEX temp.{table}_by_{column} ON all_{table}({column})")
             into = f"INSERT INTO temp.all_{table}({', '.join(columns)})"
             if table in there:
                 connection.execute(f"{into} SELECT {', '.join(columns)} FROM main.{table}")
-    connection.execute(
-        "CREATE TEMP TABLE archived(finished_seq, position, shard, row_group, PRIMARY KEY(finished_seq, position))"
-    )
-    for index, file in enumerate(files):
+    connection.execute("CREATE TEMP TABLE archived(finished_seq, position, PRIMARY KEY(finished_seq, position))")
+    for file in files:
         with _reading(file) as opened:
-            _load(connection, index, opened)
-    connection.create_function("archived_value", 4, archived_value(files))
+            _load(connection, opened)
+    connection.create_function("moved_value", 2, moved_value(files, spans))
     views = {table: f"SELECT * FROM temp.all_{table}" for table in _WHERE if table not in ("groups", "rollouts")}
     views["groups"] = (
-        "SELECT finished_seq, group_id, COALESCE(task, archived_value(shard, row_group, finished_seq, NULL)) AS task, "
+        "SELECT finished_seq, group_id, COALESCE(task, moved_value(finished_seq, NULL)) AS task, "
         "admitted_version, after_step FROM temp.all_groups"
     )
     views["rollouts"] = (
         "SELECT finished_seq, position, body FROM main.rollouts UNION ALL SELECT finished_seq, position, "
-        "archived_value(shard, row_group, finished_seq, position) FROM temp.archived"
+        "moved_value(finished_seq, position) FROM temp.archived"
     )
     for table, select in views.items():
         connection.execute(f"DROP VIEW IF EXISTS temp.{table}")
@@ -187,26 +178,6 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
 def _tables(connection: sqlite3.Connection) -> set[str]:
     """Names of the log's own tables."""
     return {name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")}
-
-
-def archived_value(files: Sequence[Path]) -> Callable[[int | None, int | None, int, int | None], bytes | None]:
-    """Reads the body of a rollout, or the task of a group when no position is given; None without a file.
-
-    A few row groups are in memory at a time.
-    """
-
-    @lru_cache(maxsize=4)
-    def rows(shard: int, row_group: int) -> dict[tuple[int, int | None], bytes]:
-        columns = ["finished_seq", "position", "task", "body"]
-        with _reading(files[shard]) as opened:
-            seqs, positions, tasks, bodies = opened.read_row_group(row_group, columns).to_pydict().values()
-        values = (body if task is None else task for task, body in zip(tasks, bodies, strict=True))
-        return dict(zip(zip(seqs, positions, strict=True), values, strict=True))
-
-    def value(shard: int | None, row_group: int | None, seq: int, position: int | None) -> bytes | None:
-        return None if shard is None or row_group is None else rows(shard, row_group)[seq, position]
-
-    return value
 
 
 def spans(file: Path) -> list[tuple[bool, int, int, int]]:
@@ -227,9 +198,17 @@ def moved_value(
 ) -> Callable[[int, int | None], bytes | None]:
     """Reads the body of a rollout, or the task of a group when no position is given; None when no file has it.
 
-    `spans_of` is `spans`, which a caller with many reads caches.
+    `spans_of` is `spans`, which a caller with many reads caches. A few row groups are in memory at a time.
     """
-    value = archived_value(files)
+
+    @lru_cache(maxsize=4)
+    def rows(shard: int, row_group: int) -> dict[tuple[int, int | None], bytes]:
+        columns = ["finished_seq", "position", "task", "body"]
+        with _reading(files[shard]) as opened:
+            seqs, positions, tasks, bodies = opened.read_row_group(row_group, columns).to_pydict().values()
+        values = (body if task is None else task for task, body in zip(tasks, bodies, strict=True))
+        return dict(zip(zip(seqs, positions, strict=True), values, strict=True))
+
     places: list[tuple[bool, int, int, int, int]] = []
 
     def moved(seq: int, position: int | None) -> bytes | None:
@@ -238,7 +217,7 @@ def moved_value(
         for at, (bodies, lowest, highest, row_group, shard) in enumerate(places):
             if bodies == (position is not None) and lowest <= seq <= highest:
                 with suppress(KeyError):  # groups do not end in the order of their numbers
-                    found = value(shard, row_group, seq, position)
+                    found = rows(shard, row_group)[seq, position]
                     places.insert(0, places.pop(at))  # the next one asked for is often near
                     return found
         return None
@@ -259,16 +238,13 @@ def _reading(file: Path) -> Iterator[Any]:
         raise RunDirError(f"{file} cannot be read: {error}") from error
 
 
-def _load(connection: sqlite3.Connection, shard: int, opened: Any) -> None:
+def _load(connection: sqlite3.Connection, opened: Any) -> None:
     """Puts the rows of a file into the tables, except tasks and bodies."""
     for row_group in range(opened.metadata.num_row_groups):
         table = opened.metadata.row_group(row_group).column(0).statistics.min
         kept = [name for name, kind in _columns()[table].items() if kind != "BLOB"]
         rows = opened.read_row_group(row_group, kept).to_pydict()
         values = zip(*(rows[name] for name in kept), strict=True)
-        if table in ("groups", "rollouts"):
-            kept += ["shard", "row_group"]
-            values = ((*row, shard, row_group) for row in values)  # type: ignore[assignment]
         into = "archived" if table == "rollouts" else f"all_{table}"
         marks = ", ".join("?" * len(kept))
         connection.executemany(f"INSERT INTO temp.{into}({', '.join(kept)}) VALUES ({marks})", values)

@@ -21,7 +21,7 @@ import msgspec
 from shoal import wire
 from shoal.errors import LogBehind, RunDirError
 from shoal.experience import archive, checkpoint
-from shoal.experience.schema import BEFORE, FORMAT, META_KEYS, SCHEMA, ConsumedGroup, RunMeta, StepRecord
+from shoal.experience.schema import FORMAT, META_KEYS, SCHEMA, ConsumedGroup, RunMeta, StepRecord
 from shoal.files import sync
 from shoal.types import Group, Origin, Rollout, Task
 
@@ -144,7 +144,7 @@ def memory_log(meta: RunMeta) -> LockedLog:
 
 
 def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) -> None:
-    """Fills a new file, or checks an old one; brings one of an earlier format to this one.
+    """Fills a new file, or checks an old one.
 
     A file without the meta table was left by a process that died while creating it.
     """
@@ -157,12 +157,6 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
         connection.execute("COMMIT")
         return
     stored = dict(connection.execute("SELECT key, value FROM meta"))
-    if stored.get("format") in BEFORE:
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute(BEFORE[stored["format"]])
-        connection.execute("UPDATE meta SET value = ? WHERE key = 'format'", (FORMAT,))
-        connection.execute("COMMIT")
-        stored["format"] = FORMAT
     for key, value in values.items():
         if stored.get(key, "") != value:
             raise RunDirError(f"{path} was written with {key} = {stored.get(key)}; it cannot go on with {value}")
@@ -200,7 +194,7 @@ def reading(run_dir: Path) -> Iterator[sqlite3.Connection]:
                 check_not_behind(connection, run_dir)
                 raise RunDirError(f"{path} is empty: the run was killed while it was created")
             (written,) = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-            if written not in (FORMAT, *BEFORE):
+            if written != FORMAT:
                 raise RunDirError(f"{path}: expected a log of format {FORMAT}, got {written}, of another Shoal")
             yield connection
     except sqlite3.Error as error:
@@ -298,7 +292,7 @@ def insert_weights(connection: sqlite3.Connection, step: int, weights: str) -> b
 
 
 def weights_of(connection: sqlite3.Connection, step: int) -> str | None:
-    """The first recorded weights after a step; None where none are, as in logs of an earlier format."""
+    """The first recorded weights after a step; None where none are."""
     row = connection.execute("SELECT weights FROM trained WHERE step = ?", (step,)).fetchone()
     return None if row is None else str(row[0])
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from shoal.staleness import Late, Staleness
 
 FORMAT = "3"
-BEFORE = {"2": "CREATE TABLE trained(step INTEGER NOT NULL, weights TEXT NOT NULL);"}
-"""Earlier formats, and the statement that makes a log of each one of this format."""
 SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE started(

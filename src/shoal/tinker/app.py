@@ -140,15 +140,14 @@ class TinkerApp:
 
     def _create_model(self, request: r.CreateModel, owner: str) -> object:
         session = self._session_of(request.session_id, owner)
-        adapter = None
-        if (lora := request.lora_config) is not None:
-            if not lora.train_attn and not lora.train_mlp:
-                raise Refused(HTTPStatus.BAD_REQUEST, "lora_config: expected train_attn or train_mlp, got neither")
-            adapter = encoded(Adapter(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp))
+        lora = request.lora_config
+        if not lora.train_attn and not lora.train_mlp:
+            raise Refused(HTTPStatus.BAD_REQUEST, "lora_config: expected train_attn or train_mlp, got neither")
+        adapter = encoded(Adapter(lora.rank, lora.seed or 0, lora.train_attn, lora.train_mlp))
         return self._created(session, request.model_seq_id, self._base(request.base_model), adapter, "", False)
 
     def _created(
-        self, session: str, seq_id: int, base: str, adapter: str | None, folder: str, optimizer: bool
+        self, session: str, seq_id: int, base: str, adapter: str, folder: str, optimizer: bool
     ) -> dict[str, str]:
         model_id, owner = f"{session}:train:{seq_id}", self._store.owner(session) or ""
         if self._store.model(model_id) is None and self._store.open_models(owner) >= MOST_OPEN:
@@ -164,10 +163,9 @@ class TinkerApp:
 
     def _info(self, request: r.OfModel, owner: str) -> object:
         model = self._model_of(request.model_id, owner)
-        adapter = model.lora
         data = {"model_name": model.base, "tokenizer_id": str(self._service.settings.bases[self._base(model.base)])}
-        info = {"model_id": model.id, "model_data": data, "model_name": model.base, "is_lora": adapter is not None}
-        return info | {"lora_rank": None if adapter is None else adapter.rank, "type": "get_info"}
+        info = {"model_id": model.id, "model_data": data, "model_name": model.base, "is_lora": True}
+        return info | {"lora_rank": model.lora.rank, "type": "get_info"}
 
     async def _forward_backward(self, http: Http, owner: str) -> Response:
         data = await body(http, r.MOST_BYTES)
@@ -279,11 +277,8 @@ class TinkerApp:
         checkpoint = self._checkpoint_of(request.tinker_path, owner)
         model = self._store.model(checkpoint.model)
         assert model is not None
-        adapter = model.lora
-        info = {"base_model": model.base, "is_lora": adapter is not None, "train_unembed": False}
-        if adapter is not None:
-            info |= {"lora_rank": adapter.rank, "train_mlp": adapter.mlp, "train_attn": adapter.attention}
-        return info
+        lora, info = model.lora, {"base_model": model.base, "is_lora": True, "train_unembed": False}
+        return info | {"lora_rank": lora.rank, "train_mlp": lora.mlp, "train_attn": lora.attention}
 
     def _sampler_info(self, http: Http, owner: str) -> object:
         sampler = self._sampler_of(http.path_params["id"], owner)
@@ -324,14 +319,13 @@ class TinkerApp:
         return self._described(self._model_of(http.path_params["id"], owner, closed=True), owner)
 
     def _described(self, model: StoredModel, owner: str) -> dict[str, object]:
-        adapter = model.lora
         last = {c.kind: checkpoint(c) for c in self._store.checkpoints(model.id)}
         return {
             "training_run_id": model.id,
             "base_model": model.base,
             "model_owner": "me",
-            "is_lora": adapter is not None,
-            "lora_rank": None if adapter is None else adapter.rank,
+            "is_lora": True,
+            "lora_rank": model.lora.rank,
             "last_request_time": iso_time(model.created),
             "last_checkpoint": last.get("training"),
             "last_sampler_checkpoint": last.get("sampler"),

@@ -91,7 +91,7 @@ class CreateModel(_Body, tag="create_model", kw_only=True):
     session_id: Id
     model_seq_id: Number
     base_model: str
-    lora_config: Lora | None = None
+    lora_config: Lora
     optimizer_config: OptimizerBody = OptimizerBody()
 
 

@@ -22,7 +22,7 @@ MOST_TTL_S = 10 * 365 * 86_400
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (id TEXT PRIMARY KEY, owner TEXT NOT NULL, created REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS models (
-    id TEXT PRIMARY KEY, session TEXT NOT NULL, base TEXT NOT NULL, adapter TEXT, created REAL NOT NULL,
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, base TEXT NOT NULL, adapter TEXT NOT NULL, created REAL NOT NULL,
     folder TEXT NOT NULL DEFAULT '', optimizer INTEGER NOT NULL DEFAULT 0, state_at INTEGER NOT NULL DEFAULT 0,
     closed INTEGER NOT NULL DEFAULT 0
 );
@@ -58,7 +58,7 @@ class StoredModel:
     id: str
     session: str
     base: str
-    adapter: str | None
+    adapter: str
     """`lora` as JSON."""
     created: float
     folder: str
@@ -69,9 +69,9 @@ class StoredModel:
     closed: bool
 
     @property
-    def lora(self) -> Adapter | None:
-        """Settings of the adapter; None where all weights are trained."""
-        return None if self.adapter is None else msgspec.json.decode(self.adapter, type=Adapter)
+    def lora(self) -> Adapter:
+        """Settings of the adapter."""
+        return msgspec.json.decode(self.adapter, type=Adapter)
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Store:
         query = "SELECT count(*) FROM models JOIN sessions ON sessions.id = session WHERE owner = ? AND closed = 0"
         return int(self._db.execute(query, (owner,)).fetchone()[0])
 
-    def add_model(self, id_: str, session: str, base: str, adapter: str | None, folder: str, optimizer: bool) -> None:
+    def add_model(self, id_: str, session: str, base: str, adapter: str, folder: str, optimizer: bool) -> None:
         """Adds a model that starts from its base, or from the state in a folder; a second call changes nothing."""
         self._db.execute(
             "INSERT OR IGNORE INTO models (id, session, base, adapter, created, folder, optimizer) "

@@ -221,13 +221,13 @@ class Adam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
-    """Request to train a model under a name: an adapter of it, or all weights without one."""
+    """Request to train an adapter of a model under a name."""
 
     name: str
     model_path: str
     model_json: str
     """Section `config.ModelConfig`; its `path` is not used."""
-    adapter: Adapter | None = None
+    adapter: Adapter
 
 
 class Close(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""Models in training by name: a run's model, or adapters of several clients on one base model, and full copies.
+"""Models in training by name: a run's model, or adapters of several clients on one base model.
 
 Gradients of `accumulate` add up until `update`, model by model; models on one base share forward and backward passes.
 """
@@ -176,7 +176,7 @@ class TrainedModel:
 
 
 class TrainedModels:
-    """Models by name; those of one base share its weights, unless they train all of them."""
+    """Models by name; adapters of one base share its weights."""
 
     def __init__(self) -> None:
         self._models: dict[str, TrainedModel] = {}
@@ -196,17 +196,18 @@ class TrainedModels:
         self._models[name] = trained
 
     def open(self, request: Open) -> None:
-        """Starts training of an adapter, or of all weights. Raises `ModelError` and `TrainerError`."""
+        """Starts training of an adapter. Raises `ModelError` and `TrainerError`."""
         config, adapter = ModelConfig.model_validate_json(request.model_json), request.adapter
         key, owner = (request.model_path, request.model_json), next(self._owners)
-        adapters = None
-        if adapter is not None:
-            adapters = self._shared[key] = self._shared.get(key) or Adapters(_loaded(request.model_path, config))
-            layers = layers_of_kind(adapters.model, attention=adapter.attention, mlp=adapter.mlp)
-            seed = seed_for("lora", adapter.seed)
-            adapters.add(owner, layers, rank=adapter.rank, alpha=adapter.alpha, seed=seed)
-        model = _loaded(request.model_path, config) if adapters is None else adapters.model
-        self._models[request.name] = TrainedModel(model, adapters, TrainConfig(), DTYPES[config.dtype], owner=owner)
+        adapters = self._shared.get(key) or Adapters(
+            load_model(request.model_path, device=resolve_device(config.device))
+        )
+        self._shared[key] = adapters
+        layers = layers_of_kind(adapters.model, attention=adapter.attention, mlp=adapter.mlp)
+        seed = seed_for("lora", adapter.seed)
+        adapters.add(owner, layers, rank=adapter.rank, alpha=adapter.alpha, seed=seed)
+        dtype = DTYPES[config.dtype]
+        self._models[request.name] = TrainedModel(adapters.model, adapters, TrainConfig(), dtype, owner=owner)
 
     def close(self, name: str) -> None:
         """Forgets a model, if it was opened."""
@@ -273,10 +274,6 @@ class TrainedModels:
             torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
         for (number, _), logp, loss in zip(part, logps, losses, strict=True):
             found[number].append((logp.detach().float().numpy(force=True).tobytes(), float(loss.detach())))
-
-
-def _loaded(path: str, config: ModelConfig) -> PreTrainedModel:
-    return load_model(path, device=resolve_device(config.device))
 
 
 def _check(model: TrainedModel, data: Sequence[Datum]) -> None:
