@@ -30,6 +30,7 @@ from statistics import linear_regression
 from string import ascii_letters
 
 from benchmarks import say
+from benchmarks.memory_swarm import MemoryExchange, MemorySwarm
 from benchmarks.work import coin
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
@@ -41,7 +42,6 @@ from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.ingress import IngressFilter, TrustLimits, VerifiedMessage
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.wire.offer import Claim, Course, GeneratorKind, Offer, OfferedRollout, offer_of
 from shoal.tasks.library import Library
 from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Rollout, Split, Task, Turn, seed_for

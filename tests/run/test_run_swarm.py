@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_swarm import MemorySwarm
 from command import shoal
 from shoal import wire
 from shoal.config import load, parse
@@ -25,7 +26,6 @@ from shoal.run.prepare import prepare
 from shoal.run.training import run_training, train
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.wire.options import NatsOptions

@@ -25,6 +25,7 @@ import psutil
 from starlette.types import ASGIApp
 
 import engine_server
+from benchmarks.memory_swarm import MemorySwarm
 from chat_templates import renderer
 from fuzz_attack import Attack, Target
 from fuzz_bodies import CHAT, MESSAGES, RESPONSES
@@ -49,7 +50,6 @@ from shoal.swarm.judge.server import WIRE, JudgeServer
 from shoal.swarm.judge.store import JudgeStore
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
-from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.tasks.remote_server import TaskServer

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.memory_swarm import MemoryExchange, MemorySwarm
 from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.errors import ExchangeUnavailable
@@ -37,7 +38,6 @@ from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.types import Message, Reward, RewardStatus, Role, Split, Task

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_swarm import MemorySwarm
 from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.errors import TaskError
@@ -21,7 +22,6 @@ from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.limits import QuestionLimits
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.library import Library
 from shoal.types import Receipt, Split, Task

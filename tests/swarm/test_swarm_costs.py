@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_swarm_envelope import nested
 
+from benchmarks.memory_swarm import MemoryExchange, MemorySwarm
 from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.config.settings import RolloutConfig
@@ -22,7 +23,6 @@ from shoal.swarm.trust.contents import MOST_PER_QUESTION, Contents
 from shoal.swarm.trust.ingress import ESTABLISHED
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import MemoryExchange, MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.library import Library
 from shoal.types import Group, Message, Reward, Role, Rollout, Split, Task

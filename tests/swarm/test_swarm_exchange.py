@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
 
+from benchmarks.memory_swarm import MemorySwarm
 from shoal import wire
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
@@ -28,8 +29,7 @@ from shoal.net.identity import Identity
 from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.listing import listed
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MOST_BEHIND, MemorySwarm
-from shoal.swarm.wire.nats import NatsExchange
+from shoal.swarm.wire.nats import KEPT_PER_AUTHOR, MOST_BEHIND, NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import MOST_STORED_BYTES, NatsServer, ServerOptions, server_config

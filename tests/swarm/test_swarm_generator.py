@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_swarm import MemorySwarm
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig, parse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.model.renderer_loading import load_renderer
@@ -28,7 +29,6 @@ from shoal.swarm.node import Node
 from shoal.swarm.peer import RETRY_S, Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.ingress import IngressFilter, Recogniser, VerifiedMessage
-from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import MAX_ROLLOUTS, GeneratorKind, Offer, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library

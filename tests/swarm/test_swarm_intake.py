@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.memory_swarm import MemorySwarm
 from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.net.identity import Identity
@@ -15,7 +16,6 @@ from shoal.swarm.peer import FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 
 NOW_S = 1.8e9

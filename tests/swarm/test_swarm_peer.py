@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory_swarm import MemorySwarm
 from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.net.identity import Identity
@@ -12,7 +13,6 @@ from shoal.swarm.peer import Joined, Peer
 from shoal.swarm.trust.ingress import IngressFilter, TrustLimits, VerifiedMessage
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Signer
-from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from until import until
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from benchmarks.memory_swarm import MemorySwarm
 from chat_templates import ANSWERING, renderer_of
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.environments.calculator import calculator
@@ -20,7 +21,6 @@ from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.limits import QuestionLimits
 from shoal.swarm.trust.python_tasks import OwnTask, PythonTasks, own_task
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.exchange import MemorySwarm
 from shoal.swarm.wire.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.trainer.advantage import rows

@@ -4,7 +4,7 @@ Gradients of `accumulate` add up until `update`, model by model; models on one b
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from itertools import count
@@ -22,12 +22,12 @@ from shoal.files import replaced
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.model.packed import target_logprobs
 from shoal.trainer.adapters import CONFIG_FILE, SOLE, WEIGHTS_FILE, Adapters, layers_of_kind, merged_tensors
-from shoal.trainer.checkpoint_files import MODEL_FILE, CheckpointFiles, LaterFiles
+from shoal.trainer.checkpoint_files import MODEL_FILE, OPTIMIZER_FILE, LaterFiles
 from shoal.trainer.datum_loss import LOSSES
 from shoal.trainer.messages import RUN, Adam, Datum, Gradient, GradientDone, Open, TrainerFailed
 from shoal.trainer.optim import Optimizer
-from shoal.trainer.ranks import ALONE, Ranks
-from shoal.trainer.row_files import RowLayout, Rows, rows_of, write_rows
+from shoal.trainer.ranks import ALONE, Ranks, like
+from shoal.trainer.row_files import RowLayout, Rows, ranges_here, read_rows, rows_of, write_rows
 from shoal.trainer.version_rows import VersionRows
 from shoal.types import seed_for
 
@@ -62,7 +62,6 @@ class TrainedModel:
         self._dtype, self._ranks = dtype, ranks
         self._optimizer = Optimizer(trained, train, self._critic)
         self._later = LaterFiles()
-        self._files = CheckpointFiles(self._trained, self._optimizer, ranks, self._later)
         self._version: VersionRows | None = None
 
     @property
@@ -125,7 +124,19 @@ class TrainedModel:
 
         For `later` it copies them, and `written` tells when the files are there. Raises `TrainerError`.
         """
-        self._files.save(directory, later=later)
+        parts = {
+            directory / name: (RowLayout.of(tensors), rows_of(tensors, self._ranks))
+            for name, tensors in ((MODEL_FILE, self._trained()), (OPTIMIZER_FILE, self._optimizer.state()))
+        }
+        if later:
+            copies = {path: (layout, [one.copied() for one in rows]) for path, (layout, rows) in parts.items()}
+            self._later.add(directory, lambda: self._write_all(copies))
+        else:
+            self._write_all(parts)
+
+    def _write_all(self, parts: Mapping[Path, tuple[RowLayout, Iterable[Rows]]]) -> None:
+        for path, (layout, rows) in parts.items():
+            write_rows(path, layout, rows, self._ranks)
 
     def written(self, directory: Path) -> Future[None]:
         """Done when the files that were to be written later into a directory are there; fails with `TrainerError`."""
@@ -133,14 +144,23 @@ class TrainedModel:
 
     def ranges(self, directory: Path, *, optimizer: bool) -> dict[str, tuple[tuple[int, int], ...]]:
         """Offset and size of each range that `load` reads here, by file; the files may have their headers only."""
-        return self._files.ranges(directory, optimizer=optimizer)
+        alike = {MODEL_FILE: self._trained(), **({OPTIMIZER_FILE: self._optimizer.places()} if optimizer else {})}
+        return {name: ranges_here(directory / name, tensors) for name, tensors in alike.items()}
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Loads the files that `save` wrote; without `optimizer` moments and counters start from zero.
 
         Raises `TrainerError` when they are missing or of another model.
         """
-        self._files.load(directory, optimizer=optimizer)
+        own = self._trained()
+        weights = read_rows(directory / MODEL_FILE, own)
+        state = read_rows(directory / OPTIMIZER_FILE, self._optimizer.places()) if optimizer else None
+        if {name: one.shape for name, one in weights.items()} != {name: one.shape for name, one in own.items()}:
+            raise TrainerError(f"{directory / MODEL_FILE}: expected the tensors of this model, got other ones")
+        self._optimizer.reset() if state is None else self._optimizer.load_state(state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(like(weights[name], tensor))
         self._optimizer.clear_gradient()
 
     def update(self, adam: Adam) -> float:

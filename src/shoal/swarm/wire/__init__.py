@@ -2,7 +2,6 @@
 
 envelope    signed, size-limited bytes around one payload
 offer       a shared question with its rollouts as text (pure)
-exchange    envelopes in memory, for tests and simulations
 options     servers and credentials of a swarm
 nats        envelopes through NATS JetStream
 server      an embedded nats-server

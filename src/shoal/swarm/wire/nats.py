@@ -29,9 +29,13 @@ from nats.js.errors import NotFoundError
 
 from shoal.errors import ExchangeUnavailable
 from shoal.swarm.wire.envelope import MAX_FRAME_BYTES
-from shoal.swarm.wire.exchange import KEPT_PER_AUTHOR, MOST_BEHIND
 from shoal.swarm.wire.options import NatsOptions
 
+MOST_BEHIND = 1024
+"""Most unread frames of an exchange. One further behind skips to the newest half: old offers are worth little,
+and a large swarm sends more than a node can read."""
+KEPT_PER_AUTHOR = 128
+"""Frames of one author; a flooding author pushes out only its own."""
 CONNECT_TIMEOUT_S = 2
 PUBLISH_TIMEOUT_S = 5.0
 FETCH_TIMEOUT_S = 1.0

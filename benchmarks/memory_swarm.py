@@ -1,4 +1,4 @@
-"""A swarm inside one process serves tests, simulations and experiments with many nodes. Deterministic.
+"""A swarm inside one process, for benches and tests of many nodes. Deterministic.
 
 It keeps the last frames of each author for late joiners, as a server would. An exchange that is `away` neither
 publishes nor receives, as with a cut cable (`here` is cleared). Once back it reads on from its last frame.
@@ -9,12 +9,7 @@ from collections import defaultdict, deque
 from itertools import islice
 
 from shoal.errors import ExchangeUnavailable
-
-MOST_BEHIND = 1024
-"""Most unread frames of an exchange. One further behind skips to the newest half: old offers are worth little,
-and a large swarm sends more than a node can read."""
-KEPT_PER_AUTHOR = 128
-"""Frames of one author; a flooding author pushes out only its own."""
+from shoal.swarm.wire.nats import KEPT_PER_AUTHOR, MOST_BEHIND
 
 
 class MemorySwarm:
