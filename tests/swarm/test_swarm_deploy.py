@@ -1,24 +1,18 @@
 """The files of deploy/ name commands, options, volumes and secrets that exist; invitations and the status page."""
 
-import asyncio
 import json
 import shlex
 import stat
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 import typer
 import yaml
 from typer.testing import CliRunner
 
 from shoal.cli import app
 from shoal.config import load
-from shoal.net.server import serving
-from shoal.swarm.status_page import status_page
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -106,29 +100,3 @@ def test_an_invitation_is_a_line_that_joins_with_address_key_and_data_sets(tmp_p
     assert (joined.name, joined.datasets, joined.external_groups) == ("reef", ["gcd"], 4)
     again = CliRunner().invoke(app, ["swarm", "invite", str(config), "--nkey", str(key)])
     assert again.exit_code != 0
-
-
-@pytest.mark.parametrize("written", [True, False])
-def test_the_status_page_shows_what_the_peer_wrote_last(written: bool) -> None:
-    evil = "<script>alert(1)</script>"
-    values: dict[str, object] = {"connected": True, "time_s": 1.0, "peers": {evil: {"trust": 1}}}
-
-    async def main() -> None:
-        def get(path: str) -> tuple[int, str, str]:
-            try:
-                with urllib.request.urlopen(url + path) as answer:
-                    return answer.status, answer.read().decode(), answer.headers["Content-Security-Policy"]
-            except urllib.error.HTTPError as error:
-                return error.code, error.read().decode(), ""
-
-        async with serving(status_page(lambda: values if written else None)) as url:
-            status, page, policy = await asyncio.to_thread(get, "/")
-            assert status == 200
-            assert "status.js" in page
-            assert "script-src 'self'" in policy
-            for path in ("/status.js", "/style.css"):
-                assert (await asyncio.to_thread(get, path))[0] == 200
-            status, said, _ = await asyncio.to_thread(get, "/api/status")
-            assert (status, json.loads(said) == values) == ((200, True) if written else (404, False))
-
-    asyncio.run(main())

@@ -114,29 +114,15 @@ def join(
 @app.command()
 def status(
     run: RunArgument,
-    page: Annotated[bool, typer.Option("--page", help="Show it as a web page that follows the peer.")] = False,
-    host: Annotated[str, typer.Option(help="Address of the page.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 picks a free one.")] = 8410,
     json_: JsonFlag = False,
 ) -> None:
     """Show a node's connection, peers, and offers shared, taken and refused."""
     values = status_of(run)
     if values is None:
         raise RunDirError(f"{run} is not the run of a swarm's node: it has no swarm/status.json")
-    if not page:
-        if not json_ and isinstance(written_s := values.get("time_s"), int | float):
-            values["time_s"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
-        show(values, json_)
-        return
-    from shoal.net.server import serving, until_cancelled
-    from shoal.swarm.status_page import status_page
-
-    async def serve_page() -> None:
-        async with serving(status_page(lambda: status_of(run)), host, port) as url:
-            announce(url)
-            await until_cancelled()
-
-    until_stopped(serve_page())
+    if not json_ and isinstance(written_s := values.get("time_s"), int | float):
+        values["time_s"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
+    show(values, json_)
 
 
 def status_of(run: Path) -> dict[str, object] | None:

@@ -8,5 +8,5 @@ peer          base class of every participant of a swarm
 verification  the way of an offer from the ingress filter to the ready pool
 node          the peer that a training run takes groups from
 generator     a peer that does not train; `answerers` answer for it
-listing, status_page  what people see of a swarm, and of a peer
+listing       offers of a swarm, for people
 """
