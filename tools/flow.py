@@ -99,9 +99,8 @@ swarm.node:Node._share
     swarm.trust.claim_verification:OwnTasks.claim
     swarm.wire.offer:offer_of
   swarm.peer:Peer._share_offer
-    swarm.peer:Peer._send
-      swarm.wire.envelope:Signer.frame
-      swarm.wire.nats:NatsExchange.publish
+    swarm.wire.envelope:Signer.frame
+    swarm.wire.nats:NatsExchange.publish
 swarm.peer:Peer._listen
   swarm.wire.nats:NatsExchange.receive
   swarm.peer:Peer._admit
