@@ -28,13 +28,15 @@ from shoal.types import Sample
 RANKS = 2
 CONFIGS = [{"loss": loss, "kl": {"coefficient": 0.1}} for loss in LOSSES] + [{"loss_mean": "budget"}]
 ROWS = batch(8, (1, 5, 9, 4, 12, 2, 7))
+ROUNDED = "adapters on bfloat16"
+"""Two ranks round activations between layers, too, as GPUs do; one rank's autocast rounds inputs of products only."""
 SHARDED = {
     "several updates": {"minibatches": 2, "weight_decay": 0.1},
     "small micro-batches": {"tokens_per_microbatch": 16, "reset_optimizer_at_push": True},
     "regularised": {"kl": {"coefficient": 0.1}, "entropy_bonus": 0.01},
     "adapters": {"lora": {"rank": 2, "alpha": 4.0}},
     "bfloat16": {"lr": 1e-3},
-    "adapters on bfloat16": {"lr": 1e-3, "lora": {"rank": 2, "alpha": 4.0}},
+    ROUNDED: {"lr": 1e-3, "lora": {"rank": 2, "alpha": 4.0}},
 }
 REPLICATED = {"several updates": {}, "experts apart": {"experts": "parallel", "minibatches": 2, "lr": 1e-3}}
 
@@ -46,11 +48,11 @@ def groups(seed: int) -> list[list[Sample]]:
     return [[row(rng, (5 + g, 6), rng.randint(1, 9), a) for a in group] for g, group in enumerate(advantages)]
 
 
-def sharded(model_dir: Path, name: str, ranks: Ranks) -> Trainer:
+def sharded(model_dir: Path, name: str, ranks: Ranks, dtype: str | None = None) -> Trainer:
     # Ranks that offload their moments take the steps of one rank that does not.
     offload = "optimizer" if ranks.count > 1 and name == "several updates" else "none"
     config = TrainConfig.model_validate({"lr": 1e-2, "offload": offload, **{**REPLICATED, **SHARDED}[name]})
-    dtype = "bfloat16" if "bfloat16" in name else "float32"
+    dtype = dtype or ("bfloat16" if "bfloat16" in name else "float32")
     model = ModelConfig(device="cpu", dtype=dtype, gradient_checkpointing=name == "regularised")
     return Trainer(model_dir, model, config, ranks=ranks)
 
@@ -118,7 +120,7 @@ def test_the_gradients_of_two_ranks_add_up_to_that_of_one(tiny_model_dir: Path, 
     torch.testing.assert_close(found, torch.cat([wanted, torch.tensor([loss])]), rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in SHARDED if name != "adapters on bfloat16"])  # off by over 8 %
+@pytest.mark.parametrize("name", [name for name in SHARDED if name != ROUNDED])
 def test_two_ranks_train_publish_and_save_what_one_does(
     tiny_model_dir: Path, tmp_path: Path, results: Path, name: str
 ) -> None:
@@ -134,6 +136,37 @@ def test_two_ranks_train_publish_and_save_what_one_does(
     for path in sorted(tmp_path.rglob("*.safetensors")):
         one, two = load_file(path), load_file(results / name / path.relative_to(tmp_path))
         torch.testing.assert_close(two, one, rtol=rel, atol=rel / 10)
+
+
+def test_adapters_of_two_ranks_err_by_bfloat16s_rounding_alone(
+    tiny_model_dir: Path, tmp_path: Path, results: Path
+) -> None:
+    """One rank in float32 is the definition. Seen: errors of 2.7 and 5.1 % of the moments, of 4.1 % of a tensor's."""
+    wanted = course(sharded(tiny_model_dir, ROUNDED, Ranks(), dtype="float32"), tmp_path)
+    found = wire.decode((results / ROUNDED / "stats").read_bytes(), list[dict[str, object]], 1 << 20)
+    for ours, theirs in zip(found, wanted, strict=True):
+        shares = zip(ours.pop("ratio_shares"), theirs.ratio_shares, strict=True)  # type: ignore[attr-defined, call-overload]
+        assert sum(abs(x - y) for x, y in shares) < 0.1  # a token at the edge of a bin is 1 of 24 in two bins
+        for field in ours.keys() - {"weights"}:
+            expected = getattr(theirs, field)
+            assert ours[field] == (None if expected is None else pytest.approx(expected, rel=3e-2)), field
+    base = load_file(tiny_model_dir / "model.safetensors")
+    for step, bound in (("0", 0.05), ("1", 0.1)):
+        exact, two = (load_file(folder / step / "optimizer.safetensors") for folder in (tmp_path, results / ROUNDED))
+        moments = [key for key in exact if key.startswith("exp_avg/")]
+        assert error(*(torch.cat([one[key].flatten() for key in moments]) for one in (two, exact))) < bound
+        if step == "0":  # B is 0 until then, so that A has no gradient
+            assert all(error(two[key], exact[key]) < 0.1 for key in moments if key.endswith("B"))
+        adapter = load_file(results / ROUNDED / step / "model.safetensors")
+        for key, tensor in load_file(results / ROUNDED / step / "published.safetensors").items():
+            a, b = (adapter.get(key.replace("weight", f"lora_{part}")) for part in "AB")
+            merged = base[key].bfloat16().double() + (0 if a is None or b is None else 2 * b.double() @ a.double())
+            torch.testing.assert_close(tensor.double(), merged, rtol=2**-8, atol=1e-7)
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Length of the difference, as a share of the exact tensor's length."""
+    return float((found - exact).double().norm() / exact.double().norm())
 
 
 @pytest.mark.parametrize("name", SHARDED)
