@@ -32,7 +32,7 @@ def test_a_sdk_trains_on_what_the_engine_sampled_and_its_cut_answers_are_truncat
     found = rollouts(run)
     turns, equal = compared(found, record)
     assert {one.status for one in found} == {RolloutStatus.FINISHED}, [one.reason for one in found]
-    assert turns == equal >= len(found)  # how often the made model calls the tool depends on the processor that made it
+    assert turns == equal > len(found), "a rollout calls the tool"
     run, _ = asyncio.run(
         frameworks.run_of(sdk, "", tmp_path / "cut", max_tokens=frameworks.CUT_TOKENS, steps=1, groups=1)
     )

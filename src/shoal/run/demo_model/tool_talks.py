@@ -10,6 +10,7 @@ that mean nothing. Of a long message the template shows the end only: no framewo
 
 import json
 import random
+import string
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -84,7 +85,15 @@ def _offered(*names: str) -> str:
 
 def _filler(rng: random.Random, most: int) -> str:
     """Some words that mean nothing; often none."""
-    return " ".join(rng.choices(WORDS, k=rng.choice((0, 0, 1, rng.randint(0, most)))))
+    return " ".join(_word(rng) for _ in range(rng.choice((0, 0, 1, rng.randint(0, most)))))
+
+
+def _word(rng: random.Random) -> str:
+    """A word that instructions may have, or one that nobody knows, so that no text of a framework is a surprise."""
+    word = (
+        rng.choice(WORDS) if rng.random() < 0.5 else "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 8)))
+    )
+    return (word.capitalize() if rng.random() < 0.2 else word) + rng.choice(("", "", "", "", ",", ".", ":"))
 
 
 def _asked(rng: random.Random, a: int, b: int, *, before: str = "", after: str | None = None) -> list[Message]:

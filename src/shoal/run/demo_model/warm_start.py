@@ -87,7 +87,17 @@ RECIPES: Mapping[str, Recipe] = {
     "demo-code": Recipe(lesson="fill_in", steps=400, slip_share=0.6, long_share=0.1),
     "demo-turns": Recipe(lesson="hanoi", steps=300, slip_share=0.75),
     "demo-sums": Recipe(lesson="sums", layers=3, steps=350, lr=2e-3, muon_lr=0.02, slip_share=0.3),
-    "demo-tools": Recipe(lesson="tools", tokenizer="tools", context=4096, seed=1, steps=800, batch=32, slip_share=0.2),
+    "demo-tools": Recipe(
+        lesson="tools",
+        tokenizer="tools",
+        context=4096,
+        seed=1,
+        steps=800,
+        batch=32,
+        lr=2e-3,
+        muon_lr=0.02,
+        slip_share=0.2,
+    ),
 }
 """Recipes by the names that `model.path` gives them."""
 MODEL_TYPE: Final = "seed_oss"
