@@ -41,6 +41,15 @@ COOKBOOK := .venv-tinker
 test-tinker: $(VENV)/dev-installed $(COOKBOOK)/installed
 	SHOAL_COOKBOOK="$(CURDIR)/$(COOKBOOK)/packages" $(BIN)/python -m pytest -v tests/tinker
 
+# Published models on 8, 64 and 512 GPUs, without one: one line of JSON. MODELS= names some of them.
+MODELS :=
+gpus: $(VENV)/dev-installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.gpus $(MODELS)
+
+# On a machine with a GPU: its tests, parity, a run with the local engine, and benches, as build/gpu.md.
+gpu: $(VENV)/dev-installed
+	$(BIN)/python tools/gpu_page.py
+
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py tests/sandbox/test_hostile_agents.py
 

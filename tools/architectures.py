@@ -38,9 +38,8 @@ HEAD = """# Models
 <!-- Written by `make architectures`. -->
 
 `model.path` takes any causal language model of a computed architecture. "Computed" means that a tiny random model has
-the logprobs of transformers' eager attention to 1e-4 nats. This holds in float32 for packed rows and for answers of the
-local engine. The rows share beginnings. The answers are interrupted, and some continue an earlier answer. The check of
-rows is made again on each loaded model. An architecture that fails it is refused at the start, with the reason.
+the logprobs of transformers' eager attention to 1e-4 nats. This holds in float32 for packed rows that share beginnings,
+and for interrupted answers of the local engine. Each loaded model is checked again, and refused with the reason.
 
 With transformers {version}, {computed} architectures are computed and {refused} refused. No tiny model of {unmade} more
 could be made; they are checked when loaded.

@@ -36,23 +36,21 @@ HEAD = """# Configuration
 <!-- Written by `make docs` from src/shoal/config/; change the field there. -->
 
 One TOML file describes a run. The command line wins over the file:
-`shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Paths of questions
-and models in a file are relative to its folder, on the command line to the current one.
-Unknown keys are refused, with the nearest known one. `resolved.toml` of a run directory has every setting of that run.
+`shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Paths in a file are
+relative to its folder, on the command line to the current one. `resolved.toml` of a run directory has every setting.
 
 Each setting stands with its default, then with other choices or bounds. An "unset" setting is derived, or off. No
 number may be above 10⁹.
-`preset` sets a paper's published settings where file and command line have none; `--dry-run` shows the result.
+`preset` sets a [paper's settings](#presets), except lengths, where file and command line have none.
 """
 PRESETS_HEAD = """## Presets
 
-`preset` sets what a paper prints, except lengths. Each value has its place in the paper; a value without a place turns
-off a default that the paper does not name. Papers: AReaL (arXiv 2505.24298), GLM-5 (arXiv 2602.15763), SAPO (arXiv
-2509.08721; "experiment" is its controlled one) and DAPO (arXiv 2503.14476).
+Each value has its place in the paper; a value without a place turns off a default that the paper does not name. Papers:
+AReaL (arXiv 2505.24298), GLM-5 (arXiv 2602.15763), SAPO (arXiv 2509.08721; "experiment" is its controlled one) and DAPO
+(arXiv 2503.14476).
 
 - `areal`: `max_staleness` is that of mathematics; code has 4.
-- `glm5`: GLM-5 prints neither K nor its band. Set `train.push_every`; the band is its follow-up's for reasoning (code:
-  0.8 and 3.0).
+- `glm5`: GLM-5 prints neither K nor its band. Set `train.push_every`; the band is its follow-up's for reasoning.
 - `sapo`: the released code had rates of 1e-6 to 1e-5. `round_offers` counts seven peers with four groups each.
 """
 COMMANDS = """# Commands
@@ -64,8 +62,7 @@ configuration accept any [setting](configuration.md), as `--train.lr=1e-4` or `-
 run find its token in `SHOAL_RUN_TOKEN`.
 
 With `--json` the last line of standard output is one JSON object. Exit codes: 1 is a finding of `audit`, `doctor` or
-`replay`,
-2 a user error, explained on standard error.
+`replay`, 2 a user error, explained on standard error.
 """
 NO_EFFECT, REFUSED = "no effect", "refused"
 BOUNDS = (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
@@ -83,7 +80,7 @@ def configuration() -> str:
                     parts.append(_losses(list(_sections(inner_field))))
                     continue
                 parts += [_table(part, f"`[{name}.{inner}]`") for part in _sections(inner_field)]
-    return "\n".join([parts[0], "<!-- settings:begin -->", *parts[1:], _presets(), "<!-- settings:end -->\n"])
+    return "\n".join([*parts, _presets()])
 
 
 def _losses(kinds: Sequence[type[BaseModel]]) -> str:

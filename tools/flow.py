@@ -353,8 +353,8 @@ def page() -> str:
     """The whole of docs/developers/flows.md."""
     head = (
         "# Flows\n\n<!-- Written by `make docs` from tools/flow.py; change the hops there. -->\n\n"
-        "Each diagram shows the calls of one flow, in their order. Each lifeline is a file of `src/shoal`. A test\n"
-        "checks every arrow against the code: the caller names the function, or both sides name the route or message.\n"
+        "Each diagram shows the calls of one flow, in their order; a lifeline is a file of `src/shoal`. `make flow`\n"
+        "checks every arrow against the code.\n"
     )
     parts = [
         f"## {title}\n\nThis flow passes {len(files(flow))} files.\n\n{diagram(flow)}\n"

@@ -98,9 +98,8 @@ def quick() -> str:
             found = found[key]
         return float(found)
 
-    return table(
-        ("bench", "figure", "measured"),
-        ((f"`{bench}`", figure, form.format(value(bench, path))) for bench, figure, path, form in QUICK_ROWS),
+    return "\n".join(
+        f"- `{bench}`, {figure}: {form.format(value(bench, path))}" for bench, figure, path, form in QUICK_ROWS
     )
 
 

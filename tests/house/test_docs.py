@@ -102,10 +102,23 @@ def taken(words: list[str]) -> None:
     command.make_parser(context).parse_args(list(words))
 
 
-def test_the_readme_s_commands_are_the_makefile_s() -> None:
-    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    used = {name for page in PAGES for name in re.findall(r"\bmake ([a-z]+)\b", "\n".join(blocks(page, "sh")))}
-    assert {"demo", "test"} <= used <= targets
+def made(makefile: str) -> set[str]:
+    """The targets of a Makefile that have a rule; those of a variable by name."""
+    lists = dict(re.findall(r"^(\w+) := (.*)$", makefile, re.MULTILINE))
+    rules = re.findall(r"^([\w $()-]+):(?!=)", makefile, re.MULTILINE)
+    return {name for rule in rules for name in re.sub(r"\$\((\w+)\)", lambda one: lists[one[1]], rule).split()}
+
+
+def test_every_target_that_a_page_names_has_a_rule_in_the_makefile() -> None:
+    targets = made((ROOT / "Makefile").read_text())
+    pages = {page.name: page.read_text() for page in PAGES}
+    named = {
+        (page, name)
+        for page, text in pages.items()
+        for name in re.findall(r"(?:`|^)make ([a-z][\w-]*)", text, re.MULTILINE)
+    }
+    assert {("README.md", "demo"), ("CONTRIBUTING.md", "test")} <= named
+    assert {(page, name) for page, name in named if name not in targets} == set()
 
 
 def test_the_figures_of_automatic_ratios_are_those_of_their_data() -> None:

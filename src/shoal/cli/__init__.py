@@ -278,7 +278,7 @@ def trace(
 
 @app.command(rich_help_panel=LOOK)
 def audit(run: RunArgument, json_: JsonFlag = False) -> None:
-    """Check from the log that nothing was lost, trained twice or too stale; exit code 1 otherwise."""
+    """Check from the log that nothing was lost, trained twice or too stale."""
     from shoal.experience.audit import audit as audit_run
 
     result = audit_run(run)

@@ -37,7 +37,7 @@ def serve(
     every_s: Annotated[float, typer.Option(min=0.01, help="Seconds between a peer's challenges, on average.")] = 30.0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that score.")] = 1,
 ) -> None:
-    """Issue challenges and grade answers, until Ctrl-C. Prints the address of the leaderboard."""
+    """Issue challenges and grade answers, until Ctrl-C."""
     from shoal.run.commands.serve_judge import serve_judge
     from shoal.swarm.judge.judging import Rules
 

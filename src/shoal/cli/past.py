@@ -17,8 +17,7 @@ def replay(
     to: Annotated[int | None, typer.Option(min=1, help="The last of a range of steps.")] = None,
     json_: JsonFlag = False,
 ) -> None:
-    """Take logged steps again from the nearest checkpoint, and compare weights and statistics; exit code 1 if they
-    differ."""
+    """Take logged steps again, and compare weights and statistics with the run's."""
     from shoal.run.blocking import run_blocking
     from shoal.run.commands.replay import Repeated, replay_steps
 

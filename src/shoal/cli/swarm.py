@@ -34,7 +34,7 @@ def serve(
     token: Annotated[str | None, typer.Option(help="Token that nodes must know.", envvar="SHOAL_SWARM_TOKEN")] = None,
     include: Annotated[Path | None, typer.Option(help="More nats-server configuration: accounts, leaf nodes.")] = None,
 ) -> None:
-    """Run a server for nodes, until Ctrl-C. Its streams survive a restart."""
+    """Run a server for nodes, until Ctrl-C."""
     from shoal.swarm.wire.server import NatsServer, ServerOptions
 
     routes = tuple(route or ())
@@ -66,7 +66,7 @@ def human_ui(
         float, typer.Option(min=0, help="Seconds since the last answer, after which fewer suffice.")
     ] = 30.0,
 ) -> None:
-    """Ask people questions in the human UI, a web page, and offer their answers to the swarm."""
+    """Ask people questions on a web page, and offer their answers to the swarm."""
     from shoal.config import load
     from shoal.run.commands.swarm import serve_human
     from shoal.swarm.human.questions import QuestionPace

@@ -25,7 +25,7 @@ def run_task(
     agent: Annotated[str, typer.Option(help="nothing, solution, or a file of bash commands, one a line.")] = "nothing",
     json_: JsonFlag = False,
 ) -> None:
-    """Play a task by hand and judge it: prints a terminal session with the difference after each command."""
+    """Play a task by hand and judge it; prints the difference after each command."""
     show(asyncio.run(_played(file, task_id, agent)), json_)
 
 
@@ -69,7 +69,7 @@ def _commands(agent: str) -> Iterable[str]:
 
 @app.command("shell")
 def shell(source: Source, package: Packages = None) -> None:
-    """Type commands for bash into a fork of a tree; prints the difference at the end. Ctrl-D leaves."""
+    """Type commands into a fork of a tree; prints the difference at the end."""
     from shoal.workspace.changes import difference, files_of
     from shoal.workspace.tools import Tools
 
@@ -85,7 +85,7 @@ def shell(source: Source, package: Packages = None) -> None:
 
 @app.command("mcp")
 def serve_mcp(source: Source, package: Packages = None) -> None:
-    """Serve the tools bash, edit, read and python by MCP on standard input and output; needs the package mcp."""
+    """Serve the tools of a workspace by MCP on standard input and output; needs the package mcp."""
     from shoal.workspace.tools import Tools, server
 
     with _forked(source, package) as workspace:

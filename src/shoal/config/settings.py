@@ -83,8 +83,7 @@ class TaskConfig(Section):
     )
     system_prompt: str = Field(
         "",
-        description="Text before every question. `reasoning_gym:default` is reasoning-gym's instruction, which "
-        "asks for `<answer>` tags.",
+        description="Text before every question; `reasoning_gym:default` asks for `<answer>` tags.",
     )
     rewrite: list[tuple[str, str]] = Field(
         [], description="Pairs of regular expression and replacement that shorten questions."
@@ -92,7 +91,7 @@ class TaskConfig(Section):
     max_running: int | None = Field(
         None,
         ge=1,
-        description="Rollouts of this task at once, and one group at least; unset, what its code and the run allow.",
+        description="Rollouts of this task at once, at least one group; unset, what its code and the run allow.",
     )
     agent: str | list[str] | dict[str, JsonValue] | None = Field(
         None, description="`module:function`, a command, or a table; see docs/guides/agents.md."
@@ -107,8 +106,8 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Sampling temperature.")
     ratios: Literal["fixed", "chance", "tokens", "automatic"] = Field(
         "fixed",
-        description="Whether weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow "
-        "informative groups (0.1 to 4 times).",
+        description="Weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow "
+        "informative groups.",
     )
 
 
@@ -161,8 +160,8 @@ class EvalConfig(Section):
     questions: int | None = Field(
         None,
         ge=1,
-        description="Held-out questions, spread by weight. Unset: 128, or fewer (at least 8), so that their "
-        "answers are at most a quarter of those trained between evaluations.",
+        description="Held-out questions, by weight. Unset: 8 to 128, at most a quarter of the answers trained "
+        "between evaluations.",
     )
     samples: int = Field(1, ge=1, description="Sampled answers per question; 2 or more give pass@k.")
 

@@ -32,13 +32,12 @@ class SwarmConfig(Section):
     )
     credit: Credit = Field(
         "group_likely",
-        description="Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); with `group_likely` "
-        "tokens that the node finds unlikely also weigh less.",
+        description="Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also "
+        "lowers unlikely tokens.",
     )
     datasets: Literal["mine", "any"] | list[str] = Field(
         "mine",
-        description="Procedural tasks taken of peers: own tasks with own settings (mine), any dataset with the "
-        "peer's settings, or these.",
+        description="Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these.",
     )
     checkers: list[Literal["exact", "number", "math", "regex", "code"]] = Field(
         [], description="Checkers for peers' questions that this node does not have; truths are the peers'."
@@ -51,8 +50,8 @@ class SwarmConfig(Section):
     round_offers: int = Field(
         0,
         ge=0,
-        description="Offers in a round: a step waits, at most `wait_s`, for so many new ones and takes only these "
-        "(SAPO). 0: it waits for J groups of any age.",
+        description="New offers that a step waits for, at most `wait_s`, and takes alone (SAPO); 0 waits for J groups "
+        "of any age.",
     )
     fresh_s: float = Field(600.0, gt=0, description="Maximum age of peers' groups, in seconds.")
     reuse: int = Field(1, ge=1, description="Times that one group may be trained.")

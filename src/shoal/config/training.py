@@ -44,19 +44,19 @@ class GRPOLoss(_Clipped):
 
 
 class DecoupledLoss(_Weighed, _Clipped):
-    """Decoupled PPO (AReaL): clip around the proximal weights, importance-weighted back to the behaviour ones."""
+    """Clip around the proximal weights, importance-weighted to the behaviour ones (AReaL); the default."""
 
     name: Literal["decoupled"] = "decoupled"
     weight_cap: float = Field(5.0, ge=0, description="Bound on pi_prox / pi_behav; 0 is off.")
     behaviour_correction: Literal["on", "log_linear", "off_and_biased"] = Field(
         "on",
-        description="Weighs tokens by pi_prox / pi_behav: exact (free with minibatches = 1), interpolated by "
-        "Versions, or off, which biases the gradient.",
+        description="Weighs tokens by pi_prox / pi_behav: exactly, interpolated by Versions, or not, which biases "
+        "the gradient.",
     )
 
 
 class DoubleSidedLoss(Section):
-    """Direct double-sided importance sampling (GLM-5): tokens outside the band give no gradient."""
+    """Direct importance sampling: tokens outside a band give no gradient (GLM-5)."""
 
     name: Literal["double_sided"] = "double_sided"
     clip_low: float = Field(0.3, gt=0, le=1, description="Ratios below 1 - clip_low are masked.")
@@ -80,14 +80,12 @@ class GMPOLoss(Section):
 
 
 class DPPOTVLoss(_Bounded):
-    """Mask by the change of a token's probability instead of a clip of its ratio (DPPO, binary total variation)."""
+    """Mask by the change of a token's probability (DPPO, binary total variation)."""
 
     name: Literal["dppo_tv"] = "dppo_tv"
     clip_low: float = Field(0.15, gt=0, description="Divergence above which tokens that became less likely are masked.")
     clip_high: float = Field(0.15, gt=0, description="Divergence above which tokens that became likelier are masked.")
-    weight_cap: float = Field(
-        20.0, ge=0, description="Bound on pi_theta / pi_behav; 0 is off, as the formula is printed."
-    )
+    weight_cap: float = Field(20.0, ge=0, description="Bound on pi_theta / pi_behav; 0 is off.")
 
 
 class DPPOKLLoss(DPPOTVLoss):
@@ -131,7 +129,7 @@ class DPOLoss(Section):
 
 
 class OwnLoss(Section):
-    """A function of the user's over the streams of a micro-batch; see docs/guides/library.md."""
+    """Your own function; see docs/guides/library.md."""
 
     name: Literal["own"] = "own"
     function: OwnName = Field(description="`module:function` or `file.py:function`, from Streams to a loss per token.")
@@ -208,8 +206,8 @@ class TrainConfig(Section):
     kl: KLConfig = Field(KLConfig())
     teacher: str | None = Field(
         None,
-        description="On-policy distillation in place of rewards: a model with the same tokens, or the URL up to "
-        "/v1 of a server of OpenAI's text completions.",
+        description="On-policy distillation in place of rewards: a model with the same tokens, or a URL up to /v1 of "
+        "OpenAI's text completions.",
     )
     entropy_bonus: float = Field(0.0, ge=0, description="Weight of the entropy, subtracted from the loss.")
     advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "batch", "group_batch", "gae"] | OwnName = Field(

@@ -40,11 +40,11 @@ class TaskSettings(TypedDict, total=False):
     eval_share: float
     """Held-out share of a file's questions; the largest holds for all tasks."""
     system_prompt: str
-    """Text before every question. `reasoning_gym:default` is reasoning-gym's instruction, which asks for `<answer>` tags."""
+    """Text before every question; `reasoning_gym:default` asks for `<answer>` tags."""
     rewrite: Sequence[Sequence[str]]
     """Pairs of regular expression and replacement that shorten questions."""
     max_running: int | None
-    """Rollouts of this task at once, and one group at least; unset, what its code and the run allow."""
+    """Rollouts of this task at once, at least one group; unset, what its code and the run allow."""
     agent: str | Sequence[str] | Mapping[str, Any] | None | Callable[..., Any]
     """`module:function`, a command, or a table; see docs/guides/agents.md."""
 
@@ -58,7 +58,7 @@ class RolloutSettings(TypedDict, total=False):
     temperature: float
     """Sampling temperature."""
     ratios: Literal["fixed", "chance", "tokens", "automatic"]
-    """Whether weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups (0.1 to 4 times)."""
+    """Weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups."""
 
 class EngineSettings(TypedDict, total=False):
     """Where answers come from."""
@@ -131,7 +131,7 @@ class TrainSettings(TypedDict, total=False):
     """Mean over tokens, over rows' own means, over rows of rollout.max_tokens, or over rows' sums."""
     kl: KLSettings
     teacher: str | None
-    """On-policy distillation in place of rewards: a model with the same tokens, or the URL up to /v1 of a server of OpenAI's text completions."""
+    """On-policy distillation in place of rewards: a model with the same tokens, or a URL up to /v1 of OpenAI's text completions."""
     entropy_bonus: float
     """Weight of the entropy, subtracted from the loss."""
     advantage: Literal["grpo", "grpo_no_std", "rloo", "maxrl", "batch", "group_batch", "gae"] | str | Callable[..., Any]
@@ -189,7 +189,7 @@ class EvalSettings(TypedDict, total=False):
     every_steps: int
     """Steps between evaluations; 0 evaluates only before and after."""
     questions: int | None
-    """Held-out questions, spread by weight. Unset: 128, or fewer (at least 8), so that their answers are at most a quarter of those trained between evaluations."""
+    """Held-out questions, by weight. Unset: 8 to 128, at most a quarter of the answers trained between evaluations."""
     samples: int
     """Sampled answers per question; 2 or more give pass@k."""
 
@@ -227,19 +227,19 @@ class SwarmSettings(TypedDict, total=False):
     external_groups: int
     """At most so many groups of peers per step, besides its own (J)."""
     share: str | Callable[..., Any]
-    """Own groups shared: all, informative, budget:N (bytes/s), demand or module:function."""
+    """Own groups shared: all, informative, budget:N (bytes/s) or module:function."""
     take: str | Callable[..., Any]
     """Peers' groups taken: uniform (as in SAPO), trusted (newcomers have 15 % at most) or module:function."""
     credit: Literal["group", "group_drop", "group_likely"]
-    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); with `group_likely` tokens that the node finds unlikely also weigh less."""
+    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also lowers unlikely tokens."""
     datasets: Literal["mine", "any"] | Sequence[str]
-    """Procedural tasks taken of peers: own tasks with own settings (mine), any dataset with the peer's settings, or these."""
+    """Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these."""
     checkers: Sequence[Literal["exact", "number", "math", "regex", "code"]]
     """Checkers for peers' questions that this node does not have; truths are the peers'."""
     wait_s: float
     """Seconds that a step waits for groups of peers; 0 takes those that are ready."""
     round_offers: int
-    """Offers in a round: a step waits, at most `wait_s`, for so many new ones and takes only these (SAPO). 0: it waits for J groups of any age."""
+    """New offers that a step waits for, at most `wait_s`, and takes alone (SAPO); 0 waits for J groups of any age."""
     fresh_s: float
     """Maximum age of peers' groups, in seconds."""
     reuse: int
@@ -323,7 +323,7 @@ class Settings(TrainSettings, total=False):
     temperature: float
     """Sampling temperature."""
     ratios: Literal["fixed", "chance", "tokens", "automatic"]
-    """Whether weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups (0.1 to 4 times)."""
+    """Weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups."""
     count: int
     """Local engine processes; with 0 all join from other hosts."""
     max_running: int
@@ -343,7 +343,7 @@ class Settings(TrainSettings, total=False):
     timeout_s: float
     """Processor time per answer; one that takes more is wrong."""
     questions: int | None
-    """Held-out questions, spread by weight. Unset: 128, or fewer (at least 8), so that their answers are at most a quarter of those trained between evaluations."""
+    """Held-out questions, by weight. Unset: 8 to 128, at most a quarter of the answers trained between evaluations."""
     samples: int
     """Sampled answers per question; 2 or more give pass@k."""
     asynchronous: bool
@@ -363,19 +363,19 @@ class Settings(TrainSettings, total=False):
     external_groups: int
     """At most so many groups of peers per step, besides its own (J)."""
     share: str | Callable[..., Any]
-    """Own groups shared: all, informative, budget:N (bytes/s), demand or module:function."""
+    """Own groups shared: all, informative, budget:N (bytes/s) or module:function."""
     take: str | Callable[..., Any]
     """Peers' groups taken: uniform (as in SAPO), trusted (newcomers have 15 % at most) or module:function."""
     credit: Literal["group", "group_drop", "group_likely"]
-    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); with `group_likely` tokens that the node finds unlikely also weigh less."""
+    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also lowers unlikely tokens."""
     datasets: Literal["mine", "any"] | Sequence[str]
-    """Procedural tasks taken of peers: own tasks with own settings (mine), any dataset with the peer's settings, or these."""
+    """Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these."""
     checkers: Sequence[Literal["exact", "number", "math", "regex", "code"]]
     """Checkers for peers' questions that this node does not have; truths are the peers'."""
     wait_s: float
     """Seconds that a step waits for groups of peers; 0 takes those that are ready."""
     round_offers: int
-    """Offers in a round: a step waits, at most `wait_s`, for so many new ones and takes only these (SAPO). 0: it waits for J groups of any age."""
+    """New offers that a step waits for, at most `wait_s`, and takes alone (SAPO); 0 waits for J groups of any age."""
     fresh_s: float
     """Maximum age of peers' groups, in seconds."""
     reuse: int

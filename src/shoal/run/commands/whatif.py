@@ -77,7 +77,7 @@ def other_settings(run_dir: Path, overrides: Sequence[str]) -> tuple[Config, Con
     fixed = [f"train.{name}" for name in FIXED if getattr(own.train, name) != getattr(other.train, name)]
     if foreign or fixed:
         raise ConfigError(
-            f"{(foreign + fixed)[0]}: expected another loss, advantage, rate or filter (train.*, async.*); "
+            f"{(foreign + fixed)[0]}: expected another loss, advantage, rate or filter (train.*, asynchrony.*); "
             "the logged groups are as they are"
         )
     return own, other
