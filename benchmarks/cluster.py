@@ -32,6 +32,7 @@ import msgspec
 
 from benchmarks import Report, child_environment, say
 from benchmarks.hosts import RAY_VARIABLES, RESOURCES, UNSHARED, Hosts, Namespaces, RayNodes, can_isolate, ray_node
+from benchmarks.processes import reported
 from shoal.cluster.on_ray import RayPlan, started
 from shoal.config import parse, to_toml
 from shoal.errors import ShoalError
@@ -102,11 +103,7 @@ def on_hosts(plan: Plan) -> Report:
     apart = UNSHARED if can_isolate() else []
     given = msgspec.json.encode(plan).decode()
     command = [*apart, sys.executable, "-m", "benchmarks.cluster", given, *["--apart"] * bool(apart)]
-    done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise ShoalError(f"the cluster ended with {done.returncode}")
-    report: Report = json.loads(done.stdout.splitlines()[-1])
-    return report
+    return reported(command, "the cluster")
 
 
 def compared(report: Report, plan: Plan) -> Report:

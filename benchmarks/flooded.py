@@ -22,10 +22,8 @@ See `flood.py` for what is sent.
 
 import asyncio
 import json
-import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -37,13 +35,12 @@ from statistics import median
 
 import psutil
 
-from benchmarks import child_environment
 from benchmarks.flood import NOBODY
+from benchmarks.processes import SHOAL, started
 from shoal import wire
 from shoal.config import Config, parse, to_toml
 from shoal.errors import ChildDied
 from shoal.experience.audit import audit
-from shoal.net.process import PARENT
 from shoal.run.commands.swarm import generate
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_swarm import FOLDER
@@ -69,7 +66,6 @@ COUNTED_S = 10.0
 SETTLING_S = {OTHER: 2.0, SWARM: 2.0, NOBODY: 20.0}
 """Seconds at the start of a window that do not count: after a flood the node reads its rest for a while."""
 ENGINE = "shoal.engine.server.http_server"
-MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +95,14 @@ async def _measured(folder: Path, counted_s: float, rounds: int) -> Report:
         honest = asyncio.create_task(
             generate(_config(folder, "honest", server.url), RuleSolver("truth", 0), GeneratorPace(4, 0.25))
         )
-        with (folder / "node.log").open("wb") as log:
-            node = await _python(["-c", MAIN, "train", str(folder / "node.toml")], log.fileno())
+        node = await started([*SHOAL, "train", str(folder / "node.toml")], folder / "node.log")
         try:
             await _steps(folder / "node", 5)
             windows = ",".join(f"{swarm}:{settling_s + counted_s}" for swarm, settling_s in SETTLING_S.items())
             claims = folder / "claims"
             claims.write_bytes(wire.encode(await _claims(config)))
             arguments = [server.url, windows, str(rounds), str(RATE_PER_S), str(claims)]
-            flood = await _python(["-m", "benchmarks.flood", *arguments], asyncio.subprocess.PIPE)
+            flood = await started(["-m", "benchmarks.flood", *arguments], None)
             spans, sent = await _counted(flood, lambda: _mark(folder / "node", node.pid))
             await flood.wait()
         finally:
@@ -154,17 +149,6 @@ def _config(folder: Path, name: str, url: str) -> Config:
             "checkpoint": {"every_steps": 1_000_000},
             "swarm": {"servers": [url], "name": SWARM, "external_groups": 2},
         }
-    )
-
-
-async def _python(arguments: list[str], output: int) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        *arguments,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=output,
-        stderr=output if output >= 0 else None,
-        env={**child_environment(), PARENT: str(os.getpid())},
     )
 
 

@@ -15,15 +15,11 @@ agent does that runs a tool. Sessions are replaced as they end, so that so many 
 """
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import random
 import re
-import subprocess
-import sys
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -31,8 +27,8 @@ import msgspec
 import psutil
 import uvloop
 
-from benchmarks import child_environment
 from benchmarks.echo import answer_ids, answer_s
+from benchmarks.processes import announced
 from shoal.gateway.registry import Export
 from shoal.net.process import collect_rarely
 from shoal.types import seed_for
@@ -140,8 +136,8 @@ async def _measured(load: Load, saturated_s: float) -> Report:
 async def _seen(load: Load) -> tuple[Seen, float]:
     """What clients saw between the time when all sessions are open and the end, and the gateway's share of a core."""
     seen = Seen()
-    async with _gateway(load) as (url, process):
-        names = itertools.count()
+    with announced(["-m", "benchmarks.echo", *map(str, load.answer_s)]) as (url, pid):
+        process, names = psutil.Process(pid), itertools.count()
         began_s = time.perf_counter() + TURNS * load.cycle_s / 2
         ends_s = began_s + load.seconds
         clients = [_client(url, load, seen, names, i, began_s, ends_s) for i in range(load.open_sessions)]
@@ -153,20 +149,6 @@ async def _seen(load: Load) -> tuple[Seen, float]:
         await running
     seen.check()
     return seen, busy
-
-
-@contextlib.asynccontextmanager
-async def _gateway(load: Load) -> AsyncIterator[tuple[str, psutil.Process]]:
-    command = [sys.executable, "-m", "benchmarks.echo", *map(str, load.answer_s)]
-    with subprocess.Popen(  # noqa: ASYNC220
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=child_environment()
-    ) as child:
-        assert child.stdout is not None
-        assert child.stdin is not None
-        try:
-            yield child.stdout.readline().strip(), psutil.Process(child.pid)
-        finally:
-            child.stdin.close()
 
 
 async def _client(

@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks import Report, child_environment, say
 from benchmarks.hosts import HEAD, UNSHARED, Namespaces, can_isolate
+from benchmarks.processes import reported
 from benchmarks.slow_link import SlowLink
 from shoal.config import to_toml
 from shoal.errors import ShoalError
@@ -62,13 +63,10 @@ def measure(quick: bool) -> Report:
     if not can_isolate():
         raise ShoalError("bench links: expected root, for the namespaces of its host, got another user")
     steps = QUICK_STEPS if quick else STEPS
-    found = {}
+    found: dict[str, Any] = {}
     for name in ("direct", "slow"):
         command = [*UNSHARED, sys.executable, "-m", "benchmarks.links", name, str(steps)]
-        done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=False)
-        if done.returncode:
-            raise ShoalError(f"the run over the link {name!r} ended with {done.returncode}")
-        found[name] = json.loads(done.stdout.splitlines()[-1])
+        found[name] = reported(command, f"the run over the link {name!r}")
         say(f"{name}: {found[name]}")
     full_bytes = found["slow"].pop("full_bytes")
     return {

@@ -18,8 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from pwd import getpwnam
 
-from benchmarks import Report, child_environment, say
+from benchmarks import Report, say
 from benchmarks.hosts import HEAD, HOST_NAME, NETWORK, RESOURCES, UNSHARED, Namespaces, can_isolate, environment_of
+from benchmarks.processes import reported
 from shoal.config import to_toml
 from shoal.errors import ShoalError
 from shoal.experience.audit import audit
@@ -65,11 +66,7 @@ def measure(quick: bool) -> Report:
     demo_model()
     steps = QUICK_STEPS if quick else STEPS
     command = [*UNSHARED, sys.executable, "-m", "benchmarks.slurm", str(steps)]
-    done = subprocess.run(command, env=child_environment(), stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise ShoalError(f"the SLURM job ended with {done.returncode}")
-    report: Report = json.loads(done.stdout.splitlines()[-1])
-    return report
+    return reported(command, "the SLURM job")
 
 
 def main(steps: int) -> Report:

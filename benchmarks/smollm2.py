@@ -28,12 +28,12 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks import on_path, say
+from benchmarks.processes import reported
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.engine.compute.options import EngineLimits
 from shoal.engine.compute.request import Request
 from shoal.engine.compute.step_engine import StepEngine
-from shoal.errors import ShoalError
 from shoal.model import MOST_LOGITS
 from shoal.model.loading import load_model
 from shoal.model.prefix_tree import prefix_tree
@@ -59,16 +59,8 @@ TRAIN_ROUNDS = 3
 
 def in_own_process(name: str, quick: bool) -> Report:
     """Measures in a process with the environment of an engine or a trainer. Raises `ShoalError` without figures."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.smollm2", name, *(["--quick"] if quick else [])],
-        env=on_path(torch_environment(1)),
-        check=False,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    if ended.returncode:
-        raise ShoalError(f"bench {name} --model smollm2: its process ended with code {ended.returncode}")
-    return msgspec.json.decode(ended.stdout.splitlines()[-1], type=dict[str, object])
+    command = [sys.executable, "-m", "benchmarks.smollm2", name, *(["--quick"] if quick else [])]
+    return reported(command, f"bench {name} --model smollm2: its process", on_path(torch_environment(1)))
 
 
 def engine(quick: bool, directory: Path | None = None) -> Report:

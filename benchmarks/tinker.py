@@ -4,10 +4,6 @@
 hardly any work of its own. The client waits for each answer before its next request, as a synchronous loop does.
 """
 
-import os
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.model import write_bench_model
+from benchmarks.processes import announced
 
 if TYPE_CHECKING:
     from tinker import ServiceClient
@@ -33,13 +30,11 @@ def measure(quick: bool) -> Report:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         write_bench_model(Path(folder) / "model")
-        process, url = _serving(Path(folder))
-        try:
-            service = tinker.ServiceClient(base_url=url, api_key=KEY)
+        serve = ["-m", "shoal.cli", "serve", "tinker", f"--model=bench={folder}/model", f"--folder={folder}/server"]
+        own = {"TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"}
+        with announced([*serve, "--device", "cpu", "--port", "0"], own) as (line, _):
+            service = tinker.ServiceClient(base_url=line.removeprefix("TINKER_BASE_URL="), api_key=KEY)
             return compared(service, "bench", Path(folder) / "model", rounds=3 if quick else 10)
-        finally:
-            process.terminate()
-            process.wait()
 
 
 def compared(service: "ServiceClient", name: str, model: Path, *, rounds: int) -> Report:
@@ -104,17 +99,3 @@ def _seconds(turn: Callable[[], object]) -> float:
     began_s = time.perf_counter()
     turn()
     return time.perf_counter() - began_s
-
-
-def _serving(folder: Path) -> tuple["subprocess.Popen[str]", str]:
-    command = [sys.executable, "-m", "shoal.cli", "serve", "tinker", "--model", f"bench={folder / 'model'}"]
-    process = subprocess.Popen(
-        [*command, "--device", "cpu", "--port", "0", "--folder", str(folder / "server")],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TINKER_API_KEY": KEY, "TINKER_TELEMETRY": "0"},
-    )
-    assert process.stdout is not None
-    found = re.match(r"TINKER_BASE_URL=(\S+)", process.stdout.readline())
-    assert found is not None
-    return process, found[1]

@@ -10,8 +10,6 @@ run_slowdown  time of a busy process's steps while the viewer follows its log, o
 """
 
 import asyncio
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,10 +20,10 @@ from urllib.request import urlopen
 
 import psutil
 
-from benchmarks import Report, child_environment, say
+from benchmarks import Report, say
 from benchmarks.growth import META, group
+from benchmarks.processes import announced
 from benchmarks.view_run import write_run
-from shoal.errors import RunDirError
 from shoal.experience.buffer import Buffer
 from shoal.observe.metrics import JsonlTracker
 
@@ -49,16 +47,8 @@ async def steps(buffer: Buffer, tracker: JsonlTracker, first: int, count: int) -
 @contextmanager
 def viewer(run_dir: Path) -> Iterator[tuple[str, psutil.Process]]:
     """Address and process of a viewer as a user starts it."""
-    command = [sys.executable, "-m", "shoal.cli", "view", str(run_dir), "--no-open"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=child_environment()) as process:
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            if not url:
-                raise RunDirError(f"{run_dir} could not be viewed")
-            yield url, psutil.Process(process.pid)
-        finally:
-            process.terminate()
+    with announced(["-m", "shoal.cli", "view", str(run_dir), "--no-open"]) as (url, pid):
+        yield url, psutil.Process(pid)
 
 
 def fetched(url: str) -> str:

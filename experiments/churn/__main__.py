@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_lowercase
 
+from benchmarks.processes import SHOAL, started
 from experiments.churn.cut import Cut
 from experiments.churn.findings import findings_of, has_step
 from shoal.config import parse, to_toml
-from shoal.net.process import PARENT
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.options import NatsOptions
@@ -27,10 +27,6 @@ from shoal.swarm.wire.server import NatsServer, ServerOptions
 HERE = Path(__file__).parent
 SERVERS = 3
 TOKEN = "coral"
-MAIN = (  # in the background of a shell SIGINT would be ignored
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-    "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
-)
 STOP_TIMEOUT_S = 20.0
 START_TIMEOUT_S = 300.0
 
@@ -208,18 +204,7 @@ class Swarm:
         await self._start(name, ["train", str(self._config(name)), *(["--resume"] if resume else [])], prefix)
 
     async def _start(self, name: str, arguments: Sequence[str], prefix: Sequence[str] = ()) -> None:
-        with (self._folder / f"{name}.log").open("ab") as log:
-            self._members[name] = await asyncio.create_subprocess_exec(
-                *prefix,
-                sys.executable,
-                "-c",
-                MAIN,
-                *arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, PARENT: str(os.getpid())},
-            )
+        self._members[name] = await started([*SHOAL, *arguments], self._folder / f"{name}.log", prefix)
 
     async def _end(self, name: str, how: signal.Signals) -> None:
         process = self._members.pop(name)

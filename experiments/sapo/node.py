@@ -1,10 +1,8 @@
 """The nodes of a cell: `shoal train` processes that meet at a NATS server, and what they wrote."""
 
 import asyncio
-import os
 import random
 import resource
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -13,17 +11,16 @@ from statistics import fmean
 
 from pydantic import JsonValue
 
+from benchmarks.processes import SHOAL, started
 from experiments.grid import Record
 from experiments.sapo_stacked.questions import SETTINGS, SHORTER
 from shoal.config import Config, TaskConfig, parse, to_toml
 from shoal.errors import ChildDied, ConfigError
 from shoal.experience.audit import audit
-from shoal.net.process import PARENT
 from shoal.observe.metrics import read_records
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.types import seed_for
 
-MAIN = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 CONTROLS = ("same", "shuffled", "order", "again")
 """Names after a cell's, as in 4/4-same.
 
@@ -147,23 +144,16 @@ async def train_all(configs: Iterable[Config], control: str = "") -> None:
 
 async def _train(config: Path, control: str) -> None:
     """One node, to its end. Raises `ChildDied`."""
-    command = ["-c", MAIN, "train", str(config), "--json"]
+    command = [*SHOAL, "train", str(config), "--json"]
     if control in ("same", "shuffled"):
         command = ["-m", "experiments.sapo.control", str(config), control]
-    with config.with_suffix(".log").open("ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, *command),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, PARENT: str(os.getpid())},
-        )
-        try:
-            code = await process.wait()
-        finally:
-            if process.returncode is None:
-                process.terminate()
-                await process.wait()
+    process = await started(command, config.with_suffix(".log"))
+    try:
+        code = await process.wait()
+    finally:
+        if process.returncode is None:
+            process.terminate()
+            await process.wait()
     if code:
         raise ChildDied(f"{config.stem} ended with code {code}; see {config.with_suffix('.log')}")
 
