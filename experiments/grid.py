@@ -1,16 +1,62 @@
-"""Runs the cells of an experiment one after the other; those whose result is on the disk are not run again."""
+"""Runs the cells of an experiment one after the other; those whose result is on the disk are not run again.
 
+--only KEY   this cell alone
+--quick      a shortened grid, for --results in a folder of its own
+--results D  where the results are
+"""
+
+import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import torch
 
 Value: TypeAlias = bool | int | float | str | list["Value"] | dict[str, "Value"] | None
 Record: TypeAlias = dict[str, Value]
 
 RUNS = "runs.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """An experiment as its command line asks for it; experiment.toml has the plan."""
+
+    plan: dict[str, Any]
+    quick: bool
+    only: str | None
+    results: Path
+
+    @classmethod
+    def asked(
+        cls, arguments: list[str], folder: Path, quick: Mapping[str, Any] | None = None, *, threads: int | None = 1
+    ) -> "Grid":
+        """Reads the command line and the plan, in which `quick` takes the place of some entries if it is asked for."""
+        parser = argparse.ArgumentParser(prog=f"python -m experiments.{folder.name}")
+        parser.add_argument("--only")
+        parser.add_argument("--quick", action="store_true")
+        parser.add_argument("--results", type=Path, default=folder / "results")
+        options = parser.parse_args(arguments)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        plan = tomllib.loads((folder / "experiment.toml").read_text()) | (quick or {} if options.quick else {})
+        return cls(plan, options.quick, options.only, options.results)
+
+    def completed(self, keys: list[str], measure: Callable[[str], Record]) -> list[Record]:
+        """Runs what is missing, or the cell that is asked for. Returns all records, or none while one is missing."""
+        complete(self.results, [self.only] if self.only else keys, measure)
+        done = finished(self.results)
+        return [done[key] for key in keys] if all(key in done for key in keys) else []
+
+    def write(self, cells: object, tables: str) -> None:
+        """Writes results.json and results.md."""
+        (self.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
+        (self.results / "results.md").write_text(tables)
 
 
 def finished(folder: Path) -> dict[str, Record]:

@@ -5,18 +5,14 @@
 --results D  where the results are
 """
 
-import argparse
 import itertools
 import sys
-import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
 from experiments.areal_staleness.driver import Driver
 from experiments.areal_staleness.tables import write_results
-from experiments.grid import Record, complete, finished
+from experiments.grid import Grid, Record
 from shoal.config import parse
 from shoal.run.prepare import prepare
 
@@ -27,15 +23,8 @@ QUICK = ("train.steps=2", "train.groups_per_step=2", "train.minibatches=2", "eva
 
 def main(arguments: list[str]) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(prog="experiments.areal_staleness")
-    parser.add_argument("--only")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    plan = tomllib.loads((HERE / "experiment.toml").read_text())
-    if options.quick:
-        plan |= {"etas": ["1", "inf"], "seeds": [0], "regimes": {}}
+    grid = Grid.asked(arguments, HERE, {"etas": ["1", "inf"], "seeds": [0], "regimes": {}})
+    plan = grid.plan
     losses = plan["objectives"] | plan["variants"]
     keys = [*cells(plan["etas"], plan["objectives"], plan["seeds"])]
     for name, regime in plan["regimes"].items():
@@ -43,7 +32,7 @@ def main(arguments: list[str]) -> None:
 
     def measure(key: str) -> Record:
         *regime, eta, objective, seed = key.split("/")
-        settings = [*(QUICK if options.quick else ()), f"seed={seed}"]
+        settings = [*(QUICK if grid.quick else ()), f"seed={seed}"]
         for name in regime:
             settings += plan["regimes"][name]["settings"]
         run = {**plan["run"], "train": {**plan["run"]["train"], "loss": losses[objective]}}
@@ -53,10 +42,8 @@ def main(arguments: list[str]) -> None:
         where = {"regime": regime[0] if regime else GRID, "eta": eta, "objective": objective, "seed": int(seed)}
         return {**where, **asdict(course)}
 
-    complete(options.results, [options.only] if options.only else keys, measure)
-    done = finished(options.results)
-    if all(key in done for key in keys):
-        write_results(options.results, [done[key] for key in keys])
+    if runs := grid.completed(keys, measure):
+        write_results(grid.results, runs)
 
 
 def cells(etas: list[str], objectives: list[str], seeds: list[int]) -> list[str]:

@@ -3,15 +3,12 @@
 A key is eta/seed.
 """
 
-import argparse
-import json
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from experiments.grid import Record, complete, finished, markdown
+from experiments.grid import Grid, Record, markdown
 from experiments.timed import measured_run
 
 HERE = Path(__file__).parent
@@ -22,20 +19,14 @@ PAPER = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
 
 def main(arguments: list[str]) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(prog="experiments.async_speedup")
-    parser.add_argument("--only")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    options = parser.parse_args(arguments)
-    plan = tomllib.loads((HERE / "experiment.toml").read_text())
-    if options.quick:
-        plan |= {"etas": [0, 1], "seeds": [0], "target": 0.0}
+    grid = Grid.asked(arguments, HERE, {"etas": [0, 1], "seeds": [0], "target": 0.0}, threads=None)
+    plan = grid.plan
     keys = [f"{eta}/{seed}" for seed in plan["seeds"] for eta in plan["etas"]]
 
     def measure(key: str) -> Record:
         eta, seed = map(int, key.split("/"))
         timed = measured_run(
-            plan["run"], [*(QUICK if options.quick else ()), f"seed={seed}", f"asynchrony.max_staleness={eta}"]
+            plan["run"], [*(QUICK if grid.quick else ()), f"seed={seed}", f"asynchrony.max_staleness={eta}"]
         )
         return {
             "eta": eta,
@@ -49,14 +40,10 @@ def main(arguments: list[str]) -> None:
             "accuracies": [list(pair) for pair in timed.accuracies],
         }
 
-    complete(options.results, [options.only] if options.only else keys, measure)
-    done = finished(options.results)
-    if all(key in done for key in keys):
-        runs = [done[key] for key in keys]
+    if runs := grid.completed(keys, measure):
         cells = summary(runs)
-        (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
-        (options.results / "results.md").write_text(table(cells, plan["target"]))
-        draw(options.results / "async_speedup.png", runs, plan["target"])
+        grid.write(cells, table(cells, plan["target"]))
+        draw(grid.results / "async_speedup.png", runs, plan["target"])
 
 
 def summary(runs: Sequence[Record]) -> list[Record]:

@@ -3,17 +3,15 @@
 A key is update/seed: recompute and keep interrupt running answers at a new Version, drain waits for them.
 """
 
-import argparse
 import json
 import sys
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.model import write_ending_model
-from experiments.grid import Record, complete, finished, markdown
+from experiments.grid import Grid, Record, markdown
 from experiments.timed import measured_run
 
 HERE = Path(__file__).parent
@@ -25,14 +23,8 @@ PAPER = "AReaL (arXiv 2505.24298): interruptible generation +12 % throughput wit
 
 def main(arguments: list[str]) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(prog="experiments.interrupt")
-    parser.add_argument("--only")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    options = parser.parse_args(arguments)
-    plan = tomllib.loads((HERE / "experiment.toml").read_text())
-    if options.quick:
-        plan["seeds"], plan["updates"] = [0], ["recompute", "drain"]
+    grid = Grid.asked(arguments, HERE, {"seeds": [0], "updates": ["recompute", "drain"]}, threads=None)
+    plan = grid.plan
     keys = [f"{update}/{seed}" for seed in plan["seeds"] for update in plan["updates"]]
 
     def measure(key: str) -> Record:
@@ -40,10 +32,8 @@ def main(arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             inputs = written_inputs(Path(folder))
             settings = [*inputs, f"seed={seed}", f"engine.on_update={update}"]
-            timed = measured_run(plan["run"], [*(QUICK if options.quick else ()), *settings])
-        samples = (2 if options.quick else plan["run"]["train"]["groups_per_step"]) * plan["run"]["rollout"][
-            "group_size"
-        ]
+            timed = measured_run(plan["run"], [*(QUICK if grid.quick else ()), *settings])
+        samples = (2 if grid.quick else plan["run"]["train"]["groups_per_step"]) * plan["run"]["rollout"]["group_size"]
         return {
             "update": update,
             "seed": int(seed),
@@ -53,13 +43,10 @@ def main(arguments: list[str]) -> None:
             **{name: timed.rate(name) for name in NAMES},
         }
 
-    complete(options.results, [options.only] if options.only else keys, measure)
-    done = finished(options.results)
-    if all(key in done for key in keys):
-        cells = summary([done[key] for key in keys])
-        (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
-        (options.results / "results.md").write_text(table(cells))
-        draw(options.results / "interrupt.png", cells)
+    if runs := grid.completed(keys, measure):
+        cells = summary(runs)
+        grid.write(cells, table(cells))
+        draw(grid.results / "interrupt.png", cells)
 
 
 def written_inputs(folder: Path) -> list[str]:

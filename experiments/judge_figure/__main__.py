@@ -1,11 +1,8 @@
 """`python -m experiments.judge_figure [--quick] [--only KEY] [--results D]`: see claim.md."""
 
-import argparse
 import asyncio
-import json
 import sys
 import tempfile
-import tomllib
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -13,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from statistics import fmean
 
-import torch
 from torch import Tensor
 
-from experiments.grid import Record, complete, finished, markdown
+from experiments.grid import Grid, Record, finished, markdown
 from experiments.judge_figure.judged import Judging
 from experiments.sapo_stacked.nodes import Shape
 from experiments.sapo_stacked.questions import Question, drawn, split
@@ -31,17 +27,12 @@ QUICK = Scale(nodes=3, rounds=2, each=4, warm_steps=3)
 
 def main(arguments: list[str]) -> None:
     """Runs the experiment, or what is left of it."""
-    parser = argparse.ArgumentParser(prog="experiments.judge_figure")
-    parser.add_argument("--only")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    plan, scale = tomllib.loads((HERE / "experiment.toml").read_text()), QUICK if options.quick else Scale()
+    grid = Grid.asked(arguments, HERE)
+    plan, scale = grid.plan, QUICK if grid.quick else Scale()
 
     @cache
     def questions() -> list[Question]:
-        return split(drawn(100 if options.quick else 3000))[0]
+        return split(drawn(100 if grid.quick else 3000))[0]
 
     def scale_of(size: str) -> Scale:
         width = plan["sizes"][size]
@@ -55,13 +46,13 @@ def main(arguments: list[str]) -> None:
         size, condition, seed = key.split(":")
         cell = Cell.of(plan["conditions"][condition])
         run = Run(cell, int(seed), scale_of(size), warm(size), questions())
-        every = 1 if options.quick else plan["every_rounds"]
+        every = 1 if grid.quick else plan["every_rounds"]
         return asyncio.run(judged(run, Condition(condition), f"{size}-{condition}-{seed}", every, plan["each"]))
 
-    seeds = plan["seeds"][:1] if options.quick else plan["seeds"]
+    seeds = plan["seeds"][:1] if grid.quick else plan["seeds"]
     keys = [f"{size}:{one}:{seed}" for seed in seeds for size in plan["sizes"] for one in plan["conditions"]]
-    complete(options.results, [options.only] if options.only else keys, measure)
-    write(options.results, plan)
+    grid.completed(keys, measure)
+    write(grid, plan)
 
 
 async def judged(run: Run, condition: Condition, name: str, every: int, each: int) -> Record:
@@ -79,9 +70,9 @@ async def judged(run: Run, condition: Condition, name: str, every: int, each: in
         return {"judged": judging.results(), "cumulative": round(sum(own), 2)}
 
 
-def write(results: Path, plan: Record) -> None:
+def write(grid: Grid, plan: Record) -> None:
     """The comparison of each size: a picture, a table, and the numbers."""
-    runs, bin_rounds = finished(results), int(str(plan["bin_rounds"]))
+    runs, bin_rounds = finished(grid.results), int(str(plan["bin_rounds"]))
     tables, found = [], {}
     assert isinstance(plan["sizes"], dict)
     for size in plan["sizes"]:
@@ -92,11 +83,10 @@ def write(results: Path, plan: Record) -> None:
             for round_, score in means_of(run)
         ]
         points = compare(scores, bin_rounds=bin_rounds)
-        (results / f"figure3-{size}.png").write_bytes(comparison_png(points, bin_rounds))
+        (grid.results / f"figure3-{size}.png").write_bytes(comparison_png(points, bin_rounds))
         tables.append(f"## {size}\n\n{table(points)}")
         found[size] = {key: run["cumulative"] for key, run in runs.items() if key.startswith(f"{size}:")}
-    (results / "results.md").write_text("\n".join(tables))
-    (results / "results.json").write_text(json.dumps({"cumulative": found}, indent=1) + "\n")
+    grid.write({"cumulative": found}, "\n".join(tables))
 
 
 def means_of(run: Record) -> list[tuple[int, float]]:

@@ -3,46 +3,30 @@
 A key is the spread of the lengths.
 """
 
-import argparse
-import json
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from benchmarks.packing import compared
 from benchmarks.rows import groups
-from experiments.grid import Record, complete, finished, markdown
+from experiments.grid import Grid, Record, markdown
 
 HERE = Path(__file__).parent
 
 
 def main(arguments: list[str]) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(prog="experiments.packing")
-    parser.add_argument("--only")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    plan = tomllib.loads((HERE / "experiment.toml").read_text())
-    if options.quick:
-        plan |= {"sigmas": [0.0, 1.0], "groups": 1, "padded_batches": [4], "rounds": 1}
+    grid = Grid.asked(arguments, HERE, {"sigmas": [0.0, 1.0], "groups": 1, "padded_batches": [4], "rounds": 1})
+    plan = grid.plan
     keys = [f"{sigma:g}" for sigma in plan["sigmas"]]
 
     def measure(key: str) -> Record:
         rows = [row for group in groups(plan["groups"], shared_prompts=False, sigma=float(key)) for row in group]
         return {"sigma": float(key), **compared(rows, plan["padded_batches"], plan["rounds"])}
 
-    complete(options.results, [options.only] if options.only else keys, measure)
-    done = finished(options.results)
-    if all(key in done for key in keys):
-        cells = [done[key] for key in keys]
-        (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
-        (options.results / "results.md").write_text(table(cells))
-        draw(options.results / "packing.png", cells)
+    if cells := grid.completed(keys, measure):
+        grid.write(cells, table(cells))
+        draw(grid.results / "packing.png", cells)
 
 
 def table(cells: Sequence[Record]) -> str:

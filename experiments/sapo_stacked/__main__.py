@@ -1,16 +1,13 @@
 """`python -m experiments.sapo_stacked [--quick] [--only KEY] [--results D]`: what sharing is worth; see claim.md."""
 
-import argparse
-import json
 import sys
-import tomllib
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from experiments.grid import Record, complete, finished
+from experiments.grid import Grid, Record, finished
 from experiments.sapo_stacked.picture import draw
 from experiments.sapo_stacked.questions import Question, drawn, split
 from experiments.sapo_stacked.rounds import Cell, Scale, run_cell, warm_weights
@@ -22,18 +19,13 @@ QUICK = Scale(nodes=3, rounds=3, each=4, eval_every=3, warm_steps=3)
 
 def main(arguments: list[str]) -> None:
     """Runs the experiment, or what is left of it."""
-    parser = argparse.ArgumentParser(prog="experiments.sapo_stacked")
-    parser.add_argument("--only")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    plan = tomllib.loads((HERE / "experiment.toml").read_text())
-    scale = QUICK if options.quick else Scale()
+    grid = Grid.asked(arguments, HERE)
+    plan = grid.plan
+    scale = QUICK if grid.quick else Scale()
 
     @cache
     def questions() -> tuple[list[Question], list[Question]]:
-        training, held_out = split(drawn(200 if options.quick else 3000))
+        training, held_out = split(drawn(200 if grid.quick else 3000))
         return training, fewer(held_out, plan["held_out_per_task"])
 
     @cache
@@ -44,9 +36,9 @@ def main(arguments: list[str]) -> None:
         regime, cell, seed = key.rsplit(":", 2)
         return run_cell(Cell.of(cell), int(seed), scale, warm(regime), *questions())
 
-    planned = keys_of(plan, quick=options.quick)
-    complete(options.results, [options.only] if options.only else planned, measure)
-    found = finished(options.results)
+    planned = keys_of(plan, quick=grid.quick)
+    grid.completed(planned, measure)
+    found = finished(grid.results)
     runs = {
         key: found[key]
         for regime in plan["regimes"]
@@ -54,9 +46,8 @@ def main(arguments: list[str]) -> None:
         if key in found and key.startswith(f"{regime}:")
     }
     cells = summary(runs)
-    (options.results / "results.json").write_text(json.dumps(cells, indent=1) + "\n")
-    (options.results / "results.md").write_text(table(cells) + "\n" + comparisons(runs))
-    draw(options.results, runs)
+    grid.write(cells, table(cells) + "\n" + comparisons(runs))
+    draw(grid.results, runs)
 
 
 def keys_of(plan: Record, *, quick: bool) -> list[str]:

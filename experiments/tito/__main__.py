@@ -4,15 +4,14 @@
 --results D  where the results are
 """
 
-import argparse
+import sys
 import tempfile
-import tomllib
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from experiments.grid import Record, complete
+from experiments.grid import Grid, Record
 from experiments.tito.tables import write_results
 from experiments.tito.talks import Talk, changed, hold, ledger_row, misaligned, spelling, text_row
 from experiments.tito.words import Style, questions, tokenizer, warm_model
@@ -31,14 +30,10 @@ QUICK = {"merges": [200], "seeds": [0], "paths": ["gateway", "text"], "warm_step
 FAR = 0.1
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str]) -> None:
     """Runs the experiment."""
-    parser = argparse.ArgumentParser(prog="experiments.tito")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--results", type=Path, default=HERE / "results")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    plan = tomllib.loads((HERE / "experiment.toml").read_text()) | (QUICK if options.quick else {})
+    grid = Grid.asked(arguments, HERE, QUICK)
+    plan = grid.plan
     keys = [
         f"{boundary}/{merges}/{path}/{seed}"
         for seed in plan["seeds"]
@@ -46,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
         for merges in plan["merges"]
         for path in plan["paths"]
     ]
-    write_results(options.results, complete(options.results, keys, lambda key: _measured(key, plan)))
+    write_results(grid.results, grid.completed(keys, lambda key: _measured(key, plan)))
 
 
 def _measured(key: str, plan: dict[str, int]) -> Record:
@@ -129,4 +124,4 @@ class _Run:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
