@@ -92,13 +92,14 @@ def test_a_reward_that_the_agent_writes_itself_counts_for_nothing(tmp_path: Path
 
 
 def test_files_of_the_environment_are_in_the_tree(tmp_path: Path) -> None:
-    folder = harbor(tmp_path / "task", dockerfile="FROM python:3.13\nWORKDIR /app\nCOPY data ./data\nCOPY a.txt .\n")
+    folder = harbor(tmp_path / "task", dockerfile="FROM python:3.13\nWORKDIR /app\nCOPY data .\nCOPY more/a.txt .\n")
     (folder / "environment" / "data").mkdir()
     (folder / "environment" / "data" / "b.txt").write_text("b")
-    (folder / "environment" / "a.txt").write_text("a")
+    (folder / "environment" / "more").mkdir()
+    (folder / "environment" / "more" / "a.txt").write_text("a")
     (task,) = tasks_of(folder)
     (folder / "tests" / "test.sh").write_text(WRITES_REWARD)
-    assert asyncio.run(checked(task, f'[ "$(cat a.txt data/b.txt)" = ab ] && {HELLO}')).solution == 1.0
+    assert asyncio.run(checked(task, f'[ "$(cat a.txt b.txt)" = ab ] && {HELLO}')).solution == 1.0
 
 
 def test_an_environment_that_installs_is_refused_without_an_engine(tmp_path: Path) -> None:
@@ -114,6 +115,42 @@ def test_a_context_outside_of_the_task_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     with pytest.raises(TaskError, match="expected a file of its folder"):
         list(tasks_of(folder))
+
+
+@pytest.mark.parametrize(
+    ("lines", "target"),
+    [
+        ("WORKDIR /app\nCOPY a /app/../../etc/a", "/etc/a"),
+        ("WORKDIR /app/..\nCOPY a ./", "/"),
+        ("WORKDIR /app/../..\nCOPY a a", "/a"),
+        ("WORKDIR /app\nCOPY a b ../../", "/"),
+    ],
+)
+def test_a_path_of_a_dockerfile_leads_nowhere_but_where_it_says(lines: str, target: str) -> None:
+    recipe = recipe_of(f"FROM ubuntu:24.04\n{lines}\n")
+    assert recipe.copies[0] == ("a", target)
+    assert ".." not in recipe.place
+
+
+@pytest.mark.parametrize("place", ["environment/link.txt", "environment/data/link.txt", "tests/link.txt"])
+def test_a_link_of_a_task_brings_in_no_file_of_this_machine(place: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("swordfish\n")
+    folder = harbor(tmp_path / "task", dockerfile="FROM ubuntu:24.04\nWORKDIR /app\nCOPY . .")
+    (folder / place).parent.mkdir(exist_ok=True)
+    (folder / place).symlink_to(tmp_path / "secret")
+    with pytest.raises(TaskError, match=r"expected a file of its folder, got .*link\.txt"):
+        list(tasks_of(folder))
+
+
+@pytest.mark.parametrize("name", ["link/secret", "/{}/secret"])
+def test_a_test_patch_writes_and_reads_no_file_outside_of_the_tree(name: str, tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "secret").write_text("swordfish\n")
+    (tmp_path / "source" / "link").symlink_to(tmp_path)
+    name = name.format(tmp_path)
+    patch = f"--- a/{name}\n+++ b/{name}\n@@ -1 +1,2 @@\n swordfish\n+more\n"
+    with pytest.raises(TaskError, match="test_patch"):
+        list(changed(tree_of(tmp_path / "source"), patch))
 
 
 def test_a_folder_of_tasks_gives_each(tmp_path: Path) -> None:

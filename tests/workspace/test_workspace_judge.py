@@ -11,7 +11,7 @@ from shoal.errors import SandboxUnavailable, TaskError
 from shoal.workspace.fork import ForkKind, fork, fork_kind
 from shoal.workspace.judge import HiddenTests, Verdict, judge
 from shoal.workspace.reports import MOST_TAGS, ReportKind, TestStatus, results
-from shoal.workspace.tree import Tree
+from shoal.workspace.tree import Tree, tree_of
 
 pytest_plugins = ("small_workspaces",)
 RED, GREEN = "tests/test_sums.py::test_it_adds", "tests/test_sums.py::test_it_is_callable"
@@ -189,6 +189,19 @@ def test_a_report_of_more_tags_than_tests_could_need_is_not_read() -> None:
     case = b'<testcase file="a.py" name="test"/>'
     assert results(ReportKind.JUNIT, b"<a>" + case * MOST_TAGS + b"</a>", "", 0) == {}
     assert results(ReportKind.JUNIT, b"<a>" + case * 1000 + b"</a>", "", 0) == {"a.py::test": TestStatus.PASSED}
+
+
+@pytest.mark.parametrize(("files", "restored"), [({"tests/new.py": "x = 1\n"}, ("tests",)), ({}, ("tests/old.py",))])
+def test_no_link_of_a_tree_leads_the_hidden_tests_out_of_it(
+    files: dict[str, str], restored: tuple[str, ...], tmp_path: Path, own_cache: None
+) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "old.py").write_text("y = 2\n")
+    (tmp_path / "source" / "tests").symlink_to(tmp_path / "outside")
+    with pytest.raises(TaskError, match="inside of the tree"):
+        verdict(tree_of(tmp_path / "source"), HiddenTests(files=files, restored=restored), ())
+    assert [one.name for one in (tmp_path / "outside").iterdir()] == ["old.py"]
 
 
 def test_a_folder_in_the_report_s_place_is_a_report_without_tests(

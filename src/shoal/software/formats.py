@@ -5,6 +5,7 @@ then run on this machine's own bash and Python. Every other one comes from its i
 """
 
 import json
+import posixpath
 import re
 import shlex
 import subprocess
@@ -126,7 +127,9 @@ def reversed_patch(patch: str) -> str:
 
 def changed(tree: Tree, patch: str) -> Iterator[tuple[str, str]]:
     """Path and text of each file that a patch writes. Raises `TaskError` when it does not fit the tree."""
-    names = [name for name in re.findall(r"^\+\+\+ b/(\S+)", patch, re.MULTILINE) if ".." not in name.split("/")]
+    names = re.findall(r"^\+\+\+ b/(\S+)", patch, re.MULTILINE)
+    if outside := [name for name in names if not (tree.base / name).resolve().is_relative_to(tree.base.resolve())]:
+        raise TaskError(f"test_patch: expected files of the tree, got {outside[0]}")
     with tempfile.TemporaryDirectory() as folder:
         for name in names:
             target = Path(folder, name)
@@ -169,6 +172,8 @@ def _scripted(folder: Path, problem: str, tree: Tree, script: str, name: str, wa
     files = {f"/tests/{path.relative_to(tests)}": path for path in sorted(tests.rglob("*")) if path.is_file()}
     if (folder / name).is_file():
         files[f"/tests/{name}"] = folder / name
+    for path in files.values():
+        _check_own(folder, path)
     try:
         texts = {target: path.read_text() for target, path in files.items()}
     except UnicodeDecodeError as error:
@@ -203,7 +208,7 @@ class Dockerfile:
 
     place: str
     copies: tuple[tuple[str, str], ...]
-    """Source in the context, and absolute target, of each file or folder."""
+    """Source in the context, and absolute target, of each file or folder; one that ends with / takes files."""
     engine_for: str
     """The first instruction that needs a container engine; empty when none does."""
 
@@ -212,22 +217,27 @@ def recipe_of(dockerfile: str) -> Dockerfile:
     """A Dockerfile, read.
 
     >>> recipe_of("FROM ubuntu:24.04\\nWORKDIR /app\\nCOPY a.py b.py ./\\n").copies
-    (('a.py', '/app/a.py'), ('b.py', '/app/b.py'))
+    (('a.py', '/app/'), ('b.py', '/app/'))
     >>> recipe_of("FROM ubuntu:24.04\\nRUN apt-get install -y git\\n").engine_for
     'RUN apt-get install -y git'
     """
-    place, copies, engine_for = PurePosixPath("/"), list[tuple[str, str]](), ""
+    place, copies, engine_for = "/", list[tuple[str, str]](), ""
     for line in re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n?", "", dockerfile, flags=re.MULTILINE)).splitlines():
         word, _, rest = line.strip().partition(" ")
         if word.upper() == "WORKDIR":
-            place /= rest.strip()
+            place = _joined(place, rest.strip())
         elif word.upper() in ("COPY", "ADD") and not rest.lstrip().startswith(("--", "[", "http")):
             *sources, target = shlex.split(rest)
             into = target.endswith(("/", ".")) or len(sources) > 1
-            copies += [(one, str(place / target / (one if into and one != "." else ""))) for one in sources]
+            copies += [(one, _joined(place, target).rstrip("/") + "/" * into) for one in sources]
         elif word and word.upper() not in _ALONE - {"COPY", "ADD"}:
             engine_for = engine_for or line.strip()
-    return Dockerfile(str(place), tuple(copies), engine_for)
+    return Dockerfile(place, tuple(copies), engine_for)
+
+
+def _joined(*parts: str) -> str:
+    """An absolute path without `..`, which else would lead out of a folder that the path seems to be in."""
+    return posixpath.normpath(posixpath.join(*parts))
 
 
 def _environment(context: Path, image: str) -> Tree:
@@ -240,17 +250,25 @@ def _environment(context: Path, image: str) -> Tree:
         return image_tree(image, place, context=context, why=recipe.engine_for or f"COPY to {', '.join(outside)}")
     with tempfile.TemporaryDirectory() as made:
         for source, target in recipe.copies:
-            _copy(context, source, Path(made, PurePosixPath(target).relative_to(place)))
+            _copy(context, source, Path(made, PurePosixPath(target).relative_to(place)), takes=target.endswith("/"))
         return tree_of(Path(made), place=place)
 
 
-def _copy(context: Path, source: str, target: Path) -> None:
+def _check_own(folder: Path, path: Path) -> None:
+    """Raises `TaskError` for a path that leads out of a folder, as a link may."""
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise TaskError(f"{folder}: expected a file of its folder, got {path}")
+
+
+def _copy(context: Path, source: str, target: Path, *, takes: bool) -> None:
+    """Copies what a folder has, or a file, which keeps its name in a target that takes files."""
     path = (context / source).resolve()
-    if not path.is_relative_to(context.resolve()) or not path.exists():
+    if not path.exists():
         raise TaskError(f"{context}/Dockerfile: expected a file of its folder, got COPY {source}")
     for file in (path, *path.rglob("*")):
+        _check_own(context, file)
         if file.is_file() and file.name != "Dockerfile":
-            into = target / file.relative_to(path) if path.is_dir() else target
+            into = target / file.relative_to(path) if path.is_dir() else target / (path.name if takes else "")
             into.parent.mkdir(parents=True, exist_ok=True)
             into.write_bytes(file.read_bytes())
             into.chmod(file.stat().st_mode & 0o777)

@@ -100,6 +100,8 @@ def image_tree(
     key = f"image {image} {place}"
     if image and (known := prepared_as(key)):
         return known
+    if image.startswith("-"):
+        raise TaskError(f"image: expected a name, got {image!r}, which an engine would take for an option")
     reasons = [(engine, engine.why_not()) for engine in engines]
     usable = [engine for engine, reason in reasons if not reason]
     if not usable:

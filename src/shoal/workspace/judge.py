@@ -85,7 +85,8 @@ class Verdict:
 async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
     """Verdict on a workspace as it is between its commands.
 
-    Raises `SandboxUnavailable` when no verdict can be reached: that is a failure, and no reward of 0.
+    Raises `SandboxUnavailable` when no verdict can be reached: that is a failure, and no reward of 0. Raises
+    `TaskError` for tests whose paths lead out of the tree.
     """
     async with workspace.turn:
         canary = f"test_{secrets.token_hex(8)}"
@@ -164,6 +165,8 @@ def _lay(layer: Path, tree: Tree, tests: HiddenTests, canary: str) -> None:
         source, target = tree.base / name, own / name
         if target.exists():
             continue
+        _check_inside(tree.base, source)
+        _check_inside(layer, target)
         target.parent.mkdir(parents=True, exist_ok=True)
         if source.is_dir() and not source.is_symlink():
             _make_opaque(target)
@@ -177,9 +180,16 @@ def _lay(layer: Path, tree: Tree, tests: HiddenTests, canary: str) -> None:
         files[_canary_path(tests, canary)] = f"def {canary}():\n    assert False\n"
     for name, text in files.items():
         target = own / name if not name.startswith("/") else layer / name[1:]
+        _check_inside(layer, target)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         target.write_text(text, encoding="utf-8", newline="")
+
+
+def _check_inside(folder: Path, path: Path) -> None:
+    """Raises `TaskError` for a path in a folder that a link of the tree leads out of it."""
+    if not path.parent.resolve().is_relative_to(folder.resolve()):
+        raise TaskError(f"hidden tests: expected a path inside of the tree, got {path.relative_to(folder)}")
 
 
 def _make_opaque(folder: Path) -> None:
