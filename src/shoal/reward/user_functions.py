@@ -5,7 +5,6 @@ The functions are the user's code, so they get a user's environment, files and n
 None is no reward.
 """
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +13,9 @@ from shoal import checker, wire
 from shoal.checker import Spec
 from shoal.errors import ChildDied, TaskError, WireError
 from shoal.net.process import Child
+from shoal.net.renewed import RenewedChild
 from shoal.reward.messages import Batch
 from shoal.types import Reward, RewardStatus, Task
-
-START_TIMEOUT_S = 900.0
-"""Seconds until a start counts as hung: long, for busy machines; an exit is noticed at once."""
-RETRIES = 1
-"""Number of further attempts after the process died."""
 
 Values = list[float | None]
 
@@ -30,13 +25,12 @@ class FunctionScorer:
 
     def __init__(self, log: Path = Path(os.devnull)) -> None:
         self._log = log
-        self._children: dict[str, Child] = {}
-        self._turns: dict[str, asyncio.Lock] = {}
+        self._children: dict[str, RenewedChild] = {}
 
     async def aclose(self) -> None:
         """Ends the processes."""
-        for path in list(self._children):
-            await self._end(path)
+        for child in self._children.values():
+            await child.close()
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
         """One reward per answer, in order. The deadline is for all answers together, without the wait in the queue."""
@@ -52,34 +46,16 @@ class FunctionScorer:
     async def values(self, spec: checker.Function, task: Task, answers: Sequence[str]) -> Values:
         """Numbers that the function returns. Raises `TaskError` if it fails or returns none, and `TimeoutError`."""
         call = wire.encode(Batch(spec, task, list(answers)))
-        async with self._turns.setdefault(spec.path, asyncio.Lock()):
-            for attempt in range(RETRIES + 1):
-                try:
-                    given = await self._ask(spec, call)
-                    break
-                except TimeoutError:
-                    raise TimeoutError(f"{spec.path} gave no rewards within {spec.timeout_s:g} s") from None
-                except (ChildDied, WireError) as error:
-                    if attempt == RETRIES:
-                        raise TaskError(str(error)) from None
+        child = self._children.setdefault(spec.path, RenewedChild(self._made))
+        try:
+            given = wire.decode(await child.call(call, spec.timeout_s), Values | str)  # type: ignore[arg-type]
+        except TimeoutError:
+            raise TimeoutError(f"{spec.path} gave no rewards within {spec.timeout_s:g} s") from None
+        except (ChildDied, WireError) as error:
+            raise TaskError(str(error)) from None
         if isinstance(given, str):
             raise TaskError(given)
         return given
 
-    async def _ask(self, spec: checker.Function, call: bytes) -> Values | str:
-        try:
-            child = self._children.get(spec.path)
-            if child is None:
-                child = Child("reward function", "shoal.reward.user_functions_worker", [], self._log, os.environ)
-                self._children[spec.path] = await child.__aenter__()
-                await child.ready(START_TIMEOUT_S)
-            return wire.decode(await child.call(call, spec.timeout_s), Values | str)  # type: ignore[arg-type]
-        except BaseException:  # its next reply would belong to this call
-            await self._end(spec.path)
-            raise
-
-    async def _end(self, path: str) -> None:
-        child = self._children.pop(path, None)
-        if child is not None:
-            child.kill()
-            await child.end()
+    def _made(self) -> Child:
+        return Child("reward function", "shoal.reward.user_functions_worker", [], self._log, os.environ)

@@ -9,8 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
-import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,12 +23,11 @@ from shoal.config import TaskConfig
 from shoal.errors import ChildDied, OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
 from shoal.net.process import Child
+from shoal.net.renewed import RenewedChild
 from shoal.tasks.holdout import EVAL_SHARE, check_rewrite
 from shoal.types import Receipt, Split, Task
 
 DRAW_TIMEOUT_S = 30.0
-START_TIMEOUT_S = 900.0
-"""Bounds a start that hangs; a process that ends is noticed at once, and a busy machine is slow."""
 # Stated here and not taken from `shoal.procedural`: importing that loads reasoning-gym.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -122,11 +120,10 @@ class ProceduralClient:
         """
         self._draw_timeout_s = draw_timeout_s
         self._boxed = boxed
-        self._turn = threading.Lock()
-        self._is_ready = self._closed = False
         self._stack = ExitStack()
         self._portal = self._stack.enter_context(start_blocking_portal())
-        self._child: Child | None = self._started()
+        self._child = RenewedChild(self._made)
+        self._portal.call(self._child.start)
 
     def __enter__(self) -> "ProceduralClient":
         return self
@@ -137,7 +134,7 @@ class ProceduralClient:
     @property
     def pid(self) -> int | None:
         """Process id of the child; None without a child."""
-        return self._child.pid if self._child else None
+        return self._child.pid
 
     def config_json(self, dataset: str, params: str, level: int | None) -> str:
         """The dataset's checked settings as JSON. Raises `TaskError` naming the wrong setting."""
@@ -157,63 +154,27 @@ class ProceduralClient:
 
     def close(self) -> None:
         """Ends the child at once, also in the middle of a draw of another thread, which gets a `NoReply`."""
-        self._closed = True
-        if (child := self._child) is not None:
-            child.kill()  # else a caller that waits for the child, or for the next one to start, keeps its turn
-        with self._turn:
-            try:
-                self._discard()
-            finally:
-                self._stack.close()  # a portal's thread that goes on would keep the interpreter from ending
+        with suppress(RuntimeError):  # it was closed before
+            self._portal.call(self._child.close)
+        self._stack.close()  # a portal's thread that goes on would keep the interpreter from ending
 
     def _ask(self, request: CheckSettings | Draw | Redraw, dataset: str, kind: type[R]) -> R:
-        with self._turn:
-            try:
-                reply = self._answer(wire.encode(request))
-            except TimeoutError:
-                self._discard()
-                raise NoReply(
-                    f"{dataset}: no question came within {self._draw_timeout_s:g} s; these settings may allow none"
-                ) from None
-            except ChildDied as error:
-                if not self._closed:
-                    self._discard()
-                raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
+        try:
+            frame = self._portal.call(self._child.call, wire.encode(request), self._draw_timeout_s)
+        except TimeoutError:
+            raise NoReply(
+                f"{dataset}: no question came within {self._draw_timeout_s:g} s; these settings may allow none"
+            ) from None
+        except (ChildDied, RuntimeError) as error:  # a portal that was closed raises RuntimeError
+            raise NoReply(f"{dataset}: the process that draws questions died twice ({error})") from None
+        reply = wire.decode(frame, ProceduralReply)
         if reply.error:
             raise _ERRORS.get(reply.kind, TaskError)(reply.error)
         return msgspec.msgpack.decode(reply.value, type=kind)
 
-    def _answer(self, frame: bytes) -> ProceduralReply:
-        """The reply to a frame, from a second child when the first has died."""
-        try:
-            return self._replied(frame)
-        except ChildDied:
-            if self._closed:
-                raise
-        self._discard()
-        return self._replied(frame)
-
-    def _replied(self, frame: bytes) -> ProceduralReply:
-        """The child's reply. Raises `TimeoutError` or `ChildDied`."""
-        if self._child is None and not self._closed:
-            self._child, self._is_ready = self._started(), False
-        if self._child is None or self._closed:
-            raise ChildDied("closed")
-        if not self._is_ready:
-            self._portal.call(self._child.ready, START_TIMEOUT_S)
-            self._is_ready = True
-        return wire.decode(self._portal.call(self._child.call, frame, self._draw_timeout_s), ProceduralReply)
-
-    def _started(self) -> Child:
+    def _made(self) -> Child:
         arguments, env = ["--boxed"] if self._boxed else [], {**os.environ, **ENVIRONMENT}
-        child = Child("procedural task", "shoal.tasks.procedural_worker", arguments, Path(os.devnull), env)
-        return self._portal.call(child.__aenter__)
-
-    def _discard(self) -> None:
-        if self._child is not None:
-            self._child.kill()
-            self._portal.call(self._child.end)
-            self._child = None
+        return Child("procedural task", "shoal.tasks.procedural_worker", arguments, Path(os.devnull), env)
 
 
 class ReasoningGymService(Environment):
