@@ -13,13 +13,12 @@ from statistics import fmean
 from torch import Tensor
 
 from experiments.grid import Grid, Record, finished, markdown
+from experiments.judge_figure.comparison import Judged, Point, compare, comparison_png
 from experiments.judge_figure.judged import Judging
 from experiments.sapo_stacked.nodes import Shape
 from experiments.sapo_stacked.questions import Question, drawn, split
 from experiments.sapo_stacked.rounds import Cell, Run, Scale, warm_weights
-from shoal.swarm.judge.comparison import Point, compare, comparison_png
 from shoal.swarm.judge.messages import Condition
-from shoal.swarm.judge.store import Judged
 
 HERE = Path(__file__).parent
 QUICK = Scale(nodes=3, rounds=2, each=4, warm_steps=3)

@@ -274,7 +274,6 @@ CASES = [
         names="--model-url",
     ),
     of_arguments("swarm", "demo", "--nodes=1"),
-    of_arguments("judge", "report", "FOLDER/empty", names="empty"),
     of_arguments("judge", "serve", "FOLDER/none.toml", names="none.toml"),
     of_arguments("judge", "serve", "--folder=FOLDER/rows.jsonl", names="rows.jsonl"),
     of_arguments(

@@ -166,7 +166,6 @@ def test_a_coin_under_sixty_names_is_one_row_and_its_best_name_is_not_chosen(sto
         kept(store, "many", f"name{i}", [0.9 if i == 7 else 0.5], float(i))
     kept(store, "honest", "coin", [0.5] * 10)
     assert [(one.peer_id, one.score) for one in store.standings(1e9)] == [("honest", 0.5), ("many", 0.5)]
-    assert {one.node for one in store.judged(1e9)} == {"many", "honest"}
 
 
 def test_the_luckiest_of_many_keys_that_were_judged_once_is_behind_who_was_judged_often(store: JudgeStore) -> None:
@@ -284,7 +283,6 @@ def test_what_is_not_answered_in_time_counts_as_wrong_and_not_before(judge: Judg
         assert judge.store.standings(clock.now_s) == []
         clock.now_s = challenge.deadline_s + 1
         assert judge.store.standings(clock.now_s) == []  # a key that never answered is on no board
-        assert [one.score for one in judge.store.judged(clock.now_s)] == [0.0]
         with pytest.raises(Refused, match="deadline"):
             await judge.verdict(answers(challenge, right(challenge)))
 
@@ -544,10 +542,6 @@ def test_the_nine_specialties_are_judged_from_the_command_line(tmp_path: Path, m
         assert len(json.load(urlopen(f"{url}/leaderboard.json"))["standings"]) == 2
         served.send_signal(signal.SIGINT)
         assert served.wait(timeout=20) in (0, 130)
-    figures = run_shoal("report", str(folder))
-    assert figures["challenges"] == 2
-    assert [figures["points"][0][arm]["nodes"] for arm in ("swarm", "solo")] == [1, 1]
-    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_judge_that_is_not_there_is_a_sentence() -> None:

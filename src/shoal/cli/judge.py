@@ -1,9 +1,7 @@
 """`shoal judge ...` challenges models and grades their answers; the judge has no stake in them."""
 
 import asyncio
-import json
 import os
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +9,6 @@ from typing import Annotated
 import typer
 
 from shoal.cli.output import JsonFlag, announce, show, until_stopped
-from shoal.errors import ConfigError, RunDirError
 
 TrainedBy = StrEnum("TrainedBy", ["swarm", "solo"])
 """Values of `swarm.judge.messages.Condition`; its module imports packages that a task's worker may lack."""
@@ -85,37 +82,3 @@ def take(
         "unanswered": unanswered,
     }
     show(values | {name: sum(one) / len(one) for name, one in passed.items()}, json_)
-
-
-@app.command()
-def report(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the judge.")],
-    bin_: Annotated[int, typer.Option("--bin", min=1, help="Training rounds in one point of the curve.")] = 25,
-    out: Annotated[Path | None, typer.Option(help="The picture; report.png in the folder when unset.")] = None,
-    json_: JsonFlag = False,
-) -> None:
-    """Plot swarm against solo by normalised round, with a test at every point."""
-    import time
-
-    try:
-        from shoal.swarm.judge.comparison import TEST, compare, comparison_png
-    except ModuleNotFoundError as error:
-        raise ConfigError("judge report: expected the package scipy; pip install 'shoal[judge]' brings it") from error
-    from shoal.swarm.judge.store import FILE, JudgeStore
-
-    if not (folder / FILE).is_file():
-        raise RunDirError(f"{folder} is not a judge's folder: {folder / FILE} not found")
-    store = JudgeStore(folder)
-    results = store.judged(time.time())
-    store.close()
-    points = compare(results, bin_rounds=bin_)
-    path = out or folder / "report.png"
-    path.write_bytes(comparison_png(points, bin_))
-    if json_:
-        values = {"test": TEST, "challenges": len(results), "bin_rounds": bin_, "points": [*map(asdict, points)]}
-        print(json.dumps(values | {"picture": str(path)}))
-        return
-    for point in points:
-        q = "  no test" if point.q is None else f"q {point.q:7.4f}"
-        print(f"round {point.round:>6}  swarm {point.swarm}  solo {point.solo}  {q}")
-    print(f"{TEST}\n{path}")

@@ -5,5 +5,4 @@ store       rounds, challenges and graded answers in SQLite
 judging     the judge itself
 server      the judge over HTTP, with its leaderboard
 client      a taker that answers a challenge by a model
-comparison  swarm against solo: tests, bands, and a picture of them (pure)
 """

@@ -68,16 +68,6 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """Score of one challenge, 0..1, after `round` training rounds of a node."""
-
-    node: str
-    arm: Condition
-    round: int
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
 class Standing:
     """One row of the leaderboard: a peer. Names cost nothing, so another model name makes no further row."""
 
@@ -162,12 +152,6 @@ class JudgeStore:
             FROM challenges WHERE peer_id = ?"""
         last_s, still_open, answered = self._row(query, now_s, peer_id)
         return last_s, still_open, answered
-
-    def judged(self, now_s: float) -> list[Judged]:
-        """Scores of all finished challenges, for the comparison; a node is a peer."""
-        query = f"SELECT peer_id, arm, round, COALESCE(score, 0) FROM challenges WHERE {_OVER} ORDER BY rowid"
-        rows = self._connection.execute(query, (now_s,))
-        return [Judged(peer_id, Condition(arm), round_, score) for peer_id, arm, round_, score in rows]
 
     def standings(self, now_s: float, most: int = 200) -> list[Standing]:
         """Rows of the leaderboard, best first; of peers that answered a challenge."""

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from matplotlib import colors, image
 from scipy import stats
 
-from shoal.swarm.judge.comparison import COLOURS, binned, compare, comparison_png, mann_whitney
+from experiments.judge_figure.comparison import COLOURS, Judged, binned, compare, comparison_png, mann_whitney
 from shoal.swarm.judge.messages import Condition
-from shoal.swarm.judge.store import Judged
 
 SAMPLES = st.lists(st.integers(0, 1000).map(float), min_size=2, max_size=5)
 SCORES = st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]), min_size=2, max_size=5)

@@ -18,7 +18,6 @@ from matplotlib.ticker import MaxNLocator
 from scipy import stats
 
 from shoal.swarm.judge.messages import Condition
-from shoal.swarm.judge.store import Judged
 
 EXACT_WAYS = 20_000
 """Ways to deal the nodes to the conditions, up to which p is exact: 8 nodes against 8. Beyond, p comes from the normal
@@ -33,6 +32,16 @@ MARKERS = {Condition.SWARM: ("o", 6), Condition.SOLO: ("s", 10)}
 
 Curves: TypeAlias = Mapping[Condition, Mapping[str, Mapping[int, float]]]
 """Mean scores by condition, node and bin."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """Score of one challenge, 0..1, after `round` training rounds of a node."""
+
+    node: str
+    arm: Condition
+    round: int
+    score: float
 
 
 @dataclass(frozen=True, slots=True)
