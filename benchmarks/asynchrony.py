@@ -214,7 +214,10 @@ class _Bench:
         self._work = work
         self._runs = 0
         renderer, config = load_renderer(model_dir), self._config(work.max_staleness, "keep", work.rollouts_per_step)
-        self._prepared = Prepared(config, model_dir, renderer, LengthService(work), 512, len(PROMPT))
+        service, size = LengthService(work), len(PROMPT)
+        self._prepared = Prepared(
+            config, model_dir, renderer, service, 512, size, scorer=CoinScorer(), single_turn=FixedLengths
+        )
 
     async def run(self, max_staleness: int, threads: Threads, on_update: str, max_running: int) -> Side:
         """Runs the whole work through orchestrator, log, engine and trainer."""
@@ -225,11 +228,8 @@ class _Bench:
                 steps.append(record)
 
         outcome = await train(
-            replace(self._prepared, config=self._config(max_staleness, on_update, max_running)),
+            replace(self._prepared, config=self._config(max_staleness, on_update, max_running), threads=threads),
             listeners=[keep],
-            scorer=CoinScorer(),
-            single_turn=FixedLengths,
-            threads=threads,
         )
         assert len(steps) == self._work.steps
         return Side(
@@ -248,15 +248,15 @@ class _Bench:
         work, service = self._work, self._prepared.service
         tokens = sum(sum(work.lengths(index)) for index in range(work.groups))
         async with (
-            answering(self._prepared, scorer=CoinScorer(), single_turn=FixedLengths, threads=threads) as parts,
+            answering(replace(self._prepared, threads=threads)) as parts,
             asyncio.TaskGroup() as tasks,
         ):
-            began_s, before = time.monotonic(), await parts.engine.info()
+            began_s, before = time.monotonic(), await parts.engines.pool.info()
             running = [
                 tasks.create_task(parts.runner.rollouts(service.draw(Split.TRAIN, index), GROUP_SIZE))
                 for index in range(work.groups)
             ]
-            rate = await _rate_while_full(parts.engine, running, began_s, before.tokens_drawn)
+            rate = await _rate_while_full(parts.engines.pool, running, began_s, before.tokens_drawn)
         return tokens / rate if rate else time.monotonic() - began_s
 
     async def _training_s(self, threads: Threads) -> float:

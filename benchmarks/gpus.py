@@ -20,8 +20,7 @@ from benchmarks import Report, say
 from benchmarks.published_models import PUBLISHED, shortened
 from shoal.config import Config, parse
 from shoal.errors import ConfigError
-from shoal.run.machine.memory import trainer_mesh
-from shoal.run.machine.planner import asked_child, fitted, memory_of_gpu, question_of
+from shoal.run.machine.memory import asked_child, fitted, memory_of_gpu, question_of, trainer_mesh
 from shoal.trainer.fake_ranks import ShapesOnly
 from shoal.types import Json
 

@@ -25,7 +25,6 @@ from shoal.net.client import Client
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
 from shoal.run.commands.demo import demo_config, real_config
-from shoal.run.machine.devices import Threads
 from shoal.run.parts import answering
 from shoal.run.prepare import Prepared, prepare
 from shoal.trainer.advantage import step_samples
@@ -58,12 +57,12 @@ def measure(quick: bool) -> Report:
 
 async def _pushed_adapter(prepared: Prepared, folder: Path, rounds: int) -> dict[str, float]:
     config = prepared.config
-    threads, store = Threads(), WeightStore(folder / "weights")
+    threads, store = prepared.threads, WeightStore(folder / "weights")
     sizes: dict[str, int] = {}
     seconds: dict[str, list[float]] = {FILE: [], ADAPTER_FILE: []}
     async with (
         local_ranks(folder / "trainer.log", threads.trainer) as ranks,
-        answering(prepared, threads=threads) as parts,
+        answering(prepared) as parts,
     ):
         trainer = TrainerProcess(ranks)
         await trainer.start(prepared.model_dir, config, threads.trainer)
@@ -72,7 +71,7 @@ async def _pushed_adapter(prepared: Prepared, folder: Path, rounds: int) -> dict
             unfinished = store.begin(version) / name
             await trainer.write_version(unfinished)
             written = await asyncio.to_thread(store.seal, version)
-            await parts.engine.update_weights(version, written.path)
+            await parts.engines.pool.update_weights(version, written.path)
             seconds[name].append(time.monotonic() - began_s)
             sizes[name] = written.path.stat().st_size
             store.remove_before(version)
@@ -86,14 +85,14 @@ async def _pushed_adapter(prepared: Prepared, folder: Path, rounds: int) -> dict
 
 async def _pushed(prepared: Prepared, folder: Path, steps: int) -> dict[str, float]:
     config = prepared.config
-    threads, store, identity = Threads(), WeightStore(folder / "weights"), Identity.fresh()
+    threads, store, identity = prepared.threads, WeightStore(folder / "weights"), Identity.fresh()
     sent: list[int] = []
     full: list[int] = []
     seconds: list[float] = []
     server = RunServer(VersionServer(store, prepared.model_dir, identity).routes, token="bench")
     async with (
         local_ranks(folder / "trainer.log", threads.trainer) as ranks,
-        answering(prepared, threads=threads) as parts,
+        answering(prepared) as parts,
     ):
         trainer = TrainerProcess(ranks)
         await trainer.start(prepared.model_dir, config, threads.trainer)
@@ -116,7 +115,7 @@ async def _pushed(prepared: Prepared, folder: Path, steps: int) -> dict[str, flo
                     seconds.append(time.monotonic() - began_s)
                     sent.append(puller.last.sent_bytes)
                     full.append(puller.last.full_bytes)
-                await parts.engine.update_weights(version, written.path)
+                await parts.engines.pool.update_weights(version, written.path)
                 store.remove_before(version)
                 puller.remove_before(version)
             await client.aclose()

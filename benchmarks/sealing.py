@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks import Report, say
 from shoal.config import parse
-from shoal.run.versions import ServedVersions
+from shoal.run.policy import ServedVersions
 from shoal.weights.store import FILE, WeightStore
 
 BYTES, QUICK_BYTES = 16 << 30, 64 << 20

@@ -245,10 +245,17 @@ class _Comparison:
         prompt = renderer.prompt_ids(service.draw(Split.TRAIN, 0).messages)
         outcome = uvloop.run(
             train(
-                Prepared(config, self.model_dir, renderer, service, CONTEXT, len(prompt)),
+                Prepared(
+                    config,
+                    self.model_dir,
+                    renderer,
+                    service,
+                    CONTEXT,
+                    len(prompt),
+                    scorer=CoinScorer(),
+                    single_turn=SingleTurn if self.case.ends else Endless,
+                ),
                 listeners=[keep],
-                scorer=CoinScorer(),
-                single_turn=SingleTurn if self.case.ends else Endless,
             )
         )
         return shoal_figures(steps, outcome.staleness_max)

@@ -164,15 +164,15 @@ gateway.server:Gateway._generate
 """
 
 WEIGHTS = """
-run.versions:ServedVersions.write
+run.policy:ServedVersions.write
   weights.store:WeightStore.begin
   trainer.worker:TrainerProcess.write_version
     trainer.worker:answer_to @ WriteVersion
       trainer.models:TrainedModels.write_weights
       trainer.models:TrainedModel.count_push
         trainer.optim:Optimizer.count_push
-run.versions:ServedVersions.load
-  run.versions:ServedVersions.seal
+run.policy:ServedVersions.load
+  run.policy:ServedVersions.seal
     weights.store:WeightStore.seal
     experience.buffer:Buffer.record_version
   engine.pool.engine_pool:EnginePool.update_weights
@@ -199,14 +199,14 @@ cli.__init__:train
   run.training:train_with_progress
     run.training:run_training
       run.prepare:check_start
-      run.roles:launched
       run.prepare:prepare
         run.machine.devices:devices_of
-        run.prepare:check_functions
         run.prepare:_loaded
+        run.prepare:check_functions
         run.prepare:Prepared
+      run.roles:launched
       run.training:train
-        run.run_dir:opened_run
+        run.training:opened_run
         run.parts:opened_policy
           run.roles:opened_roles
           run.parts:_ranks
@@ -217,12 +217,12 @@ cli.__init__:train
           run.teacher:text_teacher
           run.parts:orchestrator
           run.policy:Policy
-            run.versions:ServedVersions
-        run.parts:swarm_node
+            run.policy:ServedVersions
+        run.training:swarm_node
           run.join_swarm:joined_peer
         run.training:_run
-          run.loop:TrainLoop
           run.training:train_and_evaluate
+            run.loop:TrainLoop.run
 """
 
 FLOWS = {
@@ -234,7 +234,7 @@ FLOWS = {
 }
 MOST_FILES = 25
 """Files that a reader opens on the way of one token. May only shrink."""
-MOST_STAYS = 29
+MOST_STAYS = 22
 """Changes of file in reading how a configuration becomes a run, returns to callers counted. May only shrink."""
 
 

@@ -12,7 +12,7 @@ from experiments.sapo_stacked.questions import SETTINGS
 from shoal.config import RewardConfig, TaskConfig
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
-from shoal.run.commands.serve_judge import specialty_of
+from shoal.run.commands.swarm import specialty_of
 from shoal.swarm.judge.judging import Judge, Rules
 from shoal.swarm.judge.messages import (
     Answers,

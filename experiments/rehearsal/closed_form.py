@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from shoal.config import Config
 from shoal.rehearsal.costs import EngineCost, TrainerCost
 from shoal.rehearsal.rehearse import rehearse
-from shoal.rehearsal.report import figures_of
-from shoal.rehearsal.scene import Scene
+from shoal.rehearsal.scene import Scene, figures_of
 
 MEAN, TOKEN_S = 400, 0.01
 CASES = ((8, 4, 0.3), (16, 4, 0.2), (16, 8, 0.6), (32, 8, 0.4), (24, 4, 0.5), (12, 6, 0.1))

@@ -13,8 +13,7 @@ from statistics import fmean
 from shoal.config import Config
 from shoal.rehearsal.costs import EngineCost, TrainerCost
 from shoal.rehearsal.rehearse import rehearse
-from shoal.rehearsal.report import figures_of
-from shoal.rehearsal.scene import Scene
+from shoal.rehearsal.scene import Scene, figures_of
 from shoal.rehearsal.search import AnswerLengths
 
 HERE = Path(__file__).parents[1] / "async_speedup"

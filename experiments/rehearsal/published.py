@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from shoal.config import Config
 from shoal.rehearsal.costs import GpuSplit, engine_cost, gpu_of, shape_of, smallest_engine, trainer_cost
 from shoal.rehearsal.rehearse import rehearse
-from shoal.rehearsal.report import Figures, figures_of
-from shoal.rehearsal.scene import Scene
+from shoal.rehearsal.scene import Figures, Scene, figures_of
 from shoal.rehearsal.search import AnswerLengths
 
 Row = Mapping[str, object]

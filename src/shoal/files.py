@@ -55,18 +55,14 @@ def checksum(path: Path, digests: tuple[str, ...] | None = None) -> str:
     """
     digests = part_digests(path) if digests is None else digests
     if len(digests) < 2:
-        return _flat_checksum(path)
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     return OF_PARTS + hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
 
 def has_checksum(path: Path, expected: str) -> bool:
-    """Whether a file has a checksum, which earlier releases made of the whole file. Raises `OSError`."""
-    return (checksum(path) if expected.startswith(OF_PARTS) else _flat_checksum(path)) == expected
-
-
-def _flat_checksum(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    """Whether a file has a checksum. Raises `OSError`."""
+    return checksum(path) == expected
 
 
 def sync(path: Path) -> None:

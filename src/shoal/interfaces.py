@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from shoal.types import Completion, FinishReason, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
+from shoal.types import Completion, FinishReason, Message, Outcome, Reward, Rollout, Sampling, Split, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -255,22 +255,6 @@ class Exchange(Protocol):
 
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
 """Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""
-
-
-class Swarm(Protocol):
-    """The swarm as a training run sees it: the run offers its groups and takes groups of peers."""
-
-    async def run(self) -> None:
-        """Exchanges messages with peers until it is cancelled."""
-
-    def offer(self, group: Group) -> None:
-        """Takes a finished group of this run, to be shared or not. Returns at once."""
-
-    async def take(self, version: int, logprobs: Logprobs) -> list[Group]:
-        """Chooses groups and encodes them under the weights being trained, whose newest Version is `version`."""
-
-    def stepped(self, external: Sequence[Group]) -> dict[str, float]:
-        """Records a step and returns its metrics."""
 
 
 class Worker(Protocol):

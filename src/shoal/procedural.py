@@ -128,11 +128,7 @@ def check_bounds(name: str, config: str) -> None:
         raise OutOfBounds(
             f"{name}: expected settings of at most {MOST_CONFIG_CHARACTERS} characters, got {len(config)}"
         )
-    try:
-        given = json.loads(config)
-    except (ValueError, RecursionError) as error:
-        raise TaskError(f"{name}: expected settings as JSON: {error}") from None
-    _refuse_unknown(name, given if isinstance(given, dict) else {})
+    given = _params(name, config)
     known = set(_leaves([list(_fields(name)), *(default for _, default in _fields(name).values())]))
     for value in _leaves(given):
         if isinstance(value, str) and value not in known:
@@ -195,19 +191,24 @@ def _dataset(name: str, config: str) -> Any:
 
 def _settings(name: str, config: str, seed: int, size: int) -> Any:
     """The dataset's configuration object, validated by the dataset itself."""
-    try:
-        params = json.loads(config)
-    except ValueError as error:
-        raise TaskError(f"{name}: expected settings as JSON: {error}") from None
-    if not isinstance(params, dict):
-        raise TaskError(f"{name}: expected settings as a JSON object, got {config[:80]}")
-    _refuse_unknown(name, params)
-    given = {key: _value(name, key, value) for key, value in params.items()}
+    given = {key: _value(name, key, value) for key, value in _params(name, config).items()}
     config_class = factory.DATASETS[name][1]
     settings = config_class(**given, seed=seed, size=size)
     if hasattr(settings, "validate"):
         settings.validate()
     return settings
+
+
+def _params(name: str, config: str) -> dict[str, Json]:
+    """Settings of a dataset in JSON. Raises `TaskError` for other text, and for an unknown dataset or setting."""
+    try:
+        params = json.loads(config)
+    except (ValueError, RecursionError) as error:
+        raise TaskError(f"{name}: expected settings as JSON: {error}") from None
+    if not isinstance(params, dict):
+        raise TaskError(f"{name}: expected settings as a JSON object, got {config[:80]}")
+    _refuse_unknown(name, params)
+    return params
 
 
 def _value(name: str, key: str, value: Json) -> object:

@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ from typer.testing import CliRunner
 from benchmarks import MODULES
 from command import shoal
 from shoal.cli import BENCHES
+from shoal.cli.output import stoppable
 from shoal.cli.swarm import app
+from shoal.errors import ChildDied
 
 HOSTILE = "m\x1b[2J\r\nbanned \u202e"
 
@@ -104,3 +107,19 @@ def test_the_command_line_loads_only_what_a_task_s_worker_in_an_environment_of_i
     )
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "transformers", "pydantic", "zstandard", "cryptography", "nats", "starlette"} & set(loaded)
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_run_that_lost_a_process_says_how_it_goes_on_unless_nothing_began(
+    grouped: bool, begun: bool, tmp_path: Path
+) -> None:
+    if begun:
+        (tmp_path / "resolved.toml").write_text("")
+    error = ExceptionGroup("", [ChildDied("it died")]) if grouped else ChildDied("it died")
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(type(error)) as caught, stoppable(str(tmp_path)):
+        raise error
+    signal.signal(signal.SIGTERM, before)
+    advice = [f"go on with: shoal train {tmp_path / 'resolved.toml'} --resume"]
+    assert getattr(caught.value, "__notes__", []) == (advice if begun else [])

@@ -14,7 +14,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from shoal.config import Config, TaskConfig, load, parse, to_toml
-from shoal.config.complaints import RENAMED
 from shoal.config.presets import PRESETS
 from shoal.config.training import DecoupledLoss, DoubleSidedLoss, GSPOLoss, LossConfig
 from shoal.errors import ConfigError
@@ -158,13 +157,6 @@ def test_a_wrong_setting_is_named_with_what_was_expected(override: str, complain
     with pytest.raises(ConfigError) as caught:
         parse({"seed": 0, "train": {"entropy_bonus": 0.01, **advantage}, "swarm": swarm, **TASKS}, [override])
     assert str(caught.value) == complaint
-
-
-@pytest.mark.parametrize(("old", "new"), RENAMED.items())
-def test_a_setting_by_its_old_name_is_answered_with_the_new_one(old: str, new: str) -> None:
-    with pytest.raises(ConfigError, match=f"{re.escape(old)}: this setting is now {re.escape(new)}; rename it"):
-        parse(TASKS, [f"{old}=1"])
-    assert new in dict(leaves(Config))
 
 
 def test_a_misspelled_setting_of_a_loss_is_answered_with_that_loss_s_settings() -> None:

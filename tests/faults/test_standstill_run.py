@@ -32,5 +32,5 @@ def test_a_stopped_trainer_ends_the_run_with_a_sentence(tmp_path: Path, tiny_mod
     _, err = run.communicate(timeout=200)
     assert run.returncode == 2
     assert "nothing has moved for" in err
-    assert "go on with --resume" in err
+    assert err.endswith("; go on with: shoal train run/resolved.toml --resume\n")
     assert events(tmp_path / "run").count("standstill") == 3

@@ -24,7 +24,7 @@ def test_calls_arguments_and_conditions_are_changed_one_at_a_time() -> None:
     product = "self.staleness.versions_admitted(self.version) {} self.groups_per_version"
     assert ("AdmissionGate.budget", product.format("*"), product.format("/")) in found
     assert len({one.source() for one in mutants.mutants_of("experience/gate.py")}) == len(found)
-    wired = {(one.before, one.after) for one in mutants.mutants_of("run/dynamic_sampling.py")}
+    wired = {(one.before, one.after) for one in mutants.mutants_of("run/policy.py")}
     assert ("idle", "not (idle)") in wired
     assert ("await buffer.drop(sorted(idle), UNINFORMATIVE)", "None") in wired
     assert ("buffer.drop(sorted(idle), UNINFORMATIVE)", "buffer.drop(sorted(idle), )") in wired

@@ -22,7 +22,7 @@ from shoal.experience import checkpoint
 from shoal.experience.audit import audit
 from shoal.net.identity import Identity
 from shoal.net.listening import free_port
-from shoal.run.backup import FolderPlace, back_up, check_backup, copy_run, manifest_of, place_of, restore
+from shoal.run.backup import BackupPlace, back_up, check_backup, copy_run, manifest_of, restore
 from train_runs import events, start, wait_for_steps
 from until import until
 
@@ -65,7 +65,7 @@ def test_a_run_goes_on_elsewhere_with_its_engine_from_the_copy_of_what_is_gone(
 def copied_steps(backup: Path) -> int:
     """Steps of the run that a backup restores to; 0 before its first copy."""
     with TemporaryDirectory() as folder:
-        found = manifest_of(place_of(str(backup)))
+        found = manifest_of(BackupPlace(str(backup)))
         if found is None or not found.files:
             return 0
         restore(str(backup), Path(folder) / "run")
@@ -178,11 +178,11 @@ class Stopped(BaseException):
     """The copying process was killed."""
 
 
-class WatchedPlace(FolderPlace):
+class WatchedPlace(BackupPlace):
     """Place at which something happens before each operation."""
 
     def __init__(self, folder: Path, before: Callable[[], None]) -> None:
-        super().__init__(folder)
+        super().__init__(str(folder))
         self._before = before
 
     def names(self, folder: str = "") -> set[str]:
@@ -287,9 +287,9 @@ def test_contents_and_modes_come_back_from_any_place_and_nothing_is_copied_twice
     run = LiveRun(tmp_path / "run")
     run.go_on()
     back_up(run.run_dir, target)
-    first = place_of(target).names("objects")
+    first = BackupPlace(target).names("objects")
     back_up(run.run_dir, target)
-    assert len(place_of(target).names("objects") ^ first) <= 2, "only the log has other bytes"
+    assert len(BackupPlace(target).names("objects") ^ first) <= 2, "only the log has other bytes"
     restore(target, tmp_path / "restored")
     assert stat.S_IMODE((tmp_path / "restored" / "run.token").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "restored" / "run.key").stat().st_mode) == 0o600

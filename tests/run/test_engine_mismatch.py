@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.engine.pool.engine_pool import EnginePool, PoolRequest
 from shoal.engine.pool.replica import Replica, ReplicaState
 from shoal.interfaces import EngineInfo
-from shoal.run.engine_mismatch import ALLOWED_NATS, ALLOWED_TIMES, ENOUGH_TOKENS, MOST_ROWS, EngineMismatch
+from shoal.run.engine_watch import ALLOWED_NATS, ALLOWED_TIMES, ENOUGH_TOKENS, MOST_ROWS, EngineMismatch
 from shoal.types import Completion, FinishReason, Sampling
 
 TRUE_NATS = -2.0

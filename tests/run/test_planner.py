@@ -8,8 +8,7 @@ from shoal.config import Config, parse
 from shoal.errors import ConfigError
 from shoal.model.file_sizes import shapes_of
 from shoal.net.process import torch_environment
-from shoal.run.machine.memory import trainer_mesh
-from shoal.run.machine.planner import CONTEXT_BYTES, Fit, fitted, memory_of_gpu
+from shoal.run.machine.memory import CONTEXT_BYTES, Fit, fitted, memory_of_gpu, trainer_mesh
 
 ROW_TOKENS = 600
 

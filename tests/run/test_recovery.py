@@ -5,7 +5,6 @@ import json
 import shutil
 import sqlite3
 import stat
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,22 +13,18 @@ from typing import Any
 import pytest
 
 from buffer_values import group, open_buffer, run_group, train
-from shoal.config import RewardConfig, parse
-from shoal.errors import ChildDied, LogBehind, RunDirError
+from shoal.config import parse
+from shoal.errors import LogBehind, RunDirError
 from shoal.experience import checkpoint
 from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker, Record, Trackers
-from shoal.reward.service import RewardService
-from shoal.run.parts import ResumableRewards
-from shoal.run.policy import Policy, PolicyParts
-from shoal.run.recovery import recover
+from shoal.run.policy import Policy
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import open_buffer as recovery_buffer
-from shoal.run.run_dir import opened_run, run_meta
-from shoal.run.training import HOUR_S, MOST_RANK_GROUPS, LostGroups
-from shoal.types import Reward, Task
+from shoal.run.run_dir import run_meta
+from shoal.run.training import HOUR_S, MOST_RANK_GROUPS, LostGroups, opened_run, recover
 from shoal.weights.store import FILE as WEIGHTS
 from shoal.weights.store import WeightStore
 
@@ -215,22 +210,6 @@ def test_what_a_run_writes_of_others_texts_is_its_users_alone(tmp_path: Path) ->
     asyncio.run(main())
 
 
-class Ending(RewardService):
-    """Rewards whose workers have ended for good."""
-
-    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        raise ChildDied("the reward worker process ended with signal 9")
-
-
-class EndingOfARun(ResumableRewards, Ending):
-    """The same as the rewards of a run."""
-
-
-def test_reward_workers_that_end_for_good_say_how_the_run_goes_on() -> None:
-    with pytest.raises(ChildDied, match="the reward worker process ended with signal 9; go on with --resume"):
-        asyncio.run(EndingOfARun(RewardConfig()).score(Task("t", "sums", (), "4"), ["4"]))
-
-
 class Replaying:
     """A trainer whose weights are the number of steps it trained; says how much was on the disk when it wrote."""
 
@@ -274,8 +253,8 @@ def recovered(run_dir: Path) -> tuple[Replaying, Serving, list[str]]:
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
         parts: dict[str, Any] = {"engine": engine, "trainer": trainer, "buffer": buffer, "store": store}
         prepared: Any = SimpleNamespace(config=CONFIG, version_file=WEIGHTS)
-        more: dict[str, Any] = dict.fromkeys(("runner", "scorer", "own_engines", "teacher", "draw"))
-        await recover(Policy(PolicyParts(prepared, **parts, **more)), run_dir, trackers)
+        more: dict[str, Any] = dict.fromkeys(("runner", "scorer", "engines", "draw"))
+        await recover(Policy(CONFIG, prepared=prepared, teacher=None, **parts, **more), run_dir, trackers)
         trackers.close()
         await buffer.close()
 

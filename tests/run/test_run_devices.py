@@ -15,9 +15,10 @@ from environ import environment_of
 from shoal.config import Config, parse
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ConfigError
+from shoal.rollout.single_turn import SingleTurn
 from shoal.run.commands.plan import plan
-from shoal.run.engines import EngineSettings, OwnEngines, _Keeper
-from shoal.run.machine.devices import Devices, devices_of, visible_gpus
+from shoal.run.engines import RunEngines
+from shoal.run.machine.devices import Devices, Threads, devices_of, visible_gpus
 from shoal.run.training import train
 from shoal.types import Task
 
@@ -106,9 +107,10 @@ def test_each_engine_process_sees_its_own_gpu_and_no_other(tmp_path: Path) -> No
     async def main() -> list[str]:
         started = config("engine.count=2", f"run_dir={tmp_path}")
         devices = Devices(("4", "GPU-9"))
-        parts: Any = SimpleNamespace(config=started, model_dir=tmp_path, max_model_len=64, devices=devices)
-        settings = EngineSettings(parts, 1)
-        own = _Keeper(settings, EnginePool(), print, OwnEngines())
+        parts: Any = SimpleNamespace(
+            config=started, model_dir=tmp_path, max_model_len=64, devices=devices, threads=Threads()
+        )
+        own = RunEngines(parts, EnginePool(), print)
         seen = []
         for name in ("engine-0", "engine-1"):
             async with own._child(name) as child:
@@ -121,7 +123,7 @@ def test_each_engine_process_sees_its_own_gpu_and_no_other(tmp_path: Path) -> No
 class Watched:
     """What `prepare` makes, as far as the trainer's start reads it; ends the run when the first engine is asked for."""
 
-    devices = Devices(ranks=("GPU-7", "GPU-8"))
+    devices, threads, scorer, single_turn = Devices(ranks=("GPU-7", "GPU-8")), Threads(), SimpleNamespace(), SingleTurn
     service = SimpleNamespace(notes=(), draw=lambda split, index: Task(f"{split} {index}", "gcd", ()))
 
     def __init__(self, settings: Config) -> None:
@@ -140,7 +142,6 @@ class Watched:
 def test_the_trainer_of_a_run_is_started_with_the_gpus_of_its_ranks(tmp_path: Path) -> None:
     watched = Watched(config(f"run_dir={tmp_path / 'run'}", "train.ranks=2"))
     prepared: Any = watched
-    scorer: Any = SimpleNamespace()
     with pytest.raises(ConfigError, match="enough was seen"):
-        asyncio.run(train(prepared, scorer=scorer))
+        asyncio.run(train(prepared))
     assert sorted(watched.seen) == ["GPU-7", "GPU-8"]

@@ -15,8 +15,8 @@ from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
-from shoal.run.engines import EngineSettings, OnEvent, OwnEngines, _Keeper, engines
-from shoal.run.machine.devices import Devices
+from shoal.run.engines import OnEvent, RunEngines, engines
+from shoal.run.machine.devices import Devices, Threads
 from shoal.run.prepare import Prepared
 from stub_server import Stub, stubbed
 from until import until
@@ -31,14 +31,14 @@ def engine_stub() -> Stub:
     return Stub({path: (200, body) for path, body in answers.items()})
 
 
-def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyncContextManager[EnginePool]:
+def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyncContextManager[RunEngines]:
     """The engines at these URLs as the engines of a run."""
     config = parse({"tasks": [{"name": "gcd"}], "engine": {"urls": urls}})
     renderer: Any = SimpleNamespace(stop_token_ids=())
     service: Any = None
     write_sizes(directory)
     prepared = Prepared(config, directory, renderer, service, 64, 8)
-    return engines(EngineSettings(prepared, 1, ask_again_s=0.01), on_event, OwnEngines())
+    return engines(prepared, on_event, ask_again_s=0.01)
 
 
 def write_sizes(directory: Path) -> None:
@@ -58,7 +58,8 @@ def test_a_late_server_of_no_use_is_said_once_and_joins_when_it_can(useless: str
 
     async def run() -> None:
         late_url = free_url()
-        async with stubbed(engine_stub()) as url, pool_of([url, late_url], tmp_path, said.append) as pool:
+        async with stubbed(engine_stub()) as url, pool_of([url, late_url], tmp_path, said.append) as kept:
+            pool = kept.pool
             assert [f"no answer from {late_url}" in sentence for sentence in said] == [True]
             await pool.update_weights(1, tmp_path)
             late = Stub() if useless == "is no engine" else engine_stub()
@@ -119,7 +120,8 @@ def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path
     stub = engine_stub()
 
     async def run() -> None:
-        async with stubbed(stub) as url, pool_of([url], tmp_path, lambda how: None) as pool:
+        async with stubbed(stub) as url, pool_of([url], tmp_path, lambda how: None) as kept:
+            pool = kept.pool
             answers, stub.answers = stub.answers, {}
             await until(lambda: pool.replicas[0].state == "away")
             stub.answers = answers
@@ -128,7 +130,7 @@ def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path
     asyncio.run(run())
 
 
-class Failing(_Keeper):
+class Failing(RunEngines):
     """Keeper of an engine that starts once, and never again."""
 
     async def _life(self, name: str, ready: asyncio.Event) -> str:
@@ -141,26 +143,22 @@ class Failing(_Keeper):
 def test_an_engine_that_cannot_start_again_is_reported_and_ends_the_run() -> None:
     said: list[str] = []
     prepared: Any = SimpleNamespace()
-    settings = EngineSettings(prepared, 1)
-    keeper = Failing(settings, EnginePool(), said.append, OwnEngines())
-    with pytest.raises(ChildDied, match="did not start; it ended 3 times within 60 s, go on with --resume"):
+    keeper = Failing(prepared, EnginePool(), said.append)
+    with pytest.raises(ChildDied, match="did not start; it ended 3 times within 60 s"):
         asyncio.run(keeper.keep_own("engine", asyncio.Event()))
     assert said == ["the engine process ended", "the engine process did not start"]
 
 
-@pytest.mark.parametrize("resume", [True, False])
-def test_an_engine_that_ends_in_its_first_start_says_how_a_resumed_run_goes_on(resume: bool, tmp_path: Path) -> None:
-    """A new run has no groups by then and is removed, so there is nothing to resume."""
+def test_an_engine_that_ends_in_its_first_start_ends_the_run(tmp_path: Path) -> None:
     write_sizes(tmp_path)
     config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}]})
-    prepared: Any = SimpleNamespace(config=config, model_dir=tmp_path, max_model_len=64, devices=Devices())
-    settings = EngineSettings(prepared, 1, resume=resume)
+    parts = {"config": config, "model_dir": tmp_path, "max_model_len": 64, "devices": Devices(), "threads": Threads()}
+    prepared: Any = SimpleNamespace(**parts)
 
     async def run() -> None:
-        async with engines(settings, lambda how: None, OwnEngines()):
+        async with engines(prepared, lambda how: None):
             raise AssertionError("it began")
 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
-    assert caught.group_contains(ChildDied, match="--resume") == resume
     assert caught.group_contains(ChildDied, match="the engine process ended")

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.config import parse
 from shoal.experience.buffer import Buffer
-from shoal.run.policy import Policy, PolicyParts
+from shoal.run.policy import Policy
 from shoal.run.run_dir import run_meta
 from shoal.trainer.packing import even_slices
 from shoal.types import (
@@ -41,9 +41,9 @@ def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path
     async def main() -> None:
         buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
         prepared: Any = SimpleNamespace(config=config)
-        names = ("engine", "trainer", "runner", "scorer", "store", "own_engines", "teacher", "draw")
+        names = ("engine", "trainer", "runner", "scorer", "store", "engines", "teacher", "draw")
         nothing: dict[str, Any] = dict.fromkeys(names)
-        policy = Policy(PolicyParts(prepared, buffer=buffer, **nothing))
+        policy = Policy(config, prepared=prepared, buffer=buffer, **nothing)
         own = [group(f"own{i}", OWN) for i in range(4)]
         built = await policy.rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], policy.version)
         rows = list(built.of_group.values())

@@ -13,7 +13,8 @@ from shoal.experience.buffer import Buffer
 from shoal.experience.counts import task_counts
 from shoal.experience.schema import RunMeta
 from shoal.rollout.reward_hooks import shorter_is_better
-from shoal.run.dynamic_sampling import REDRAWS_PER_GROUP, UNINFORMATIVE, informative_groups, outcome_returns
+from shoal.run.learning import UNINFORMATIVE
+from shoal.run.policy import REDRAWS_PER_GROUP, informative_groups, outcome_returns
 from shoal.trainer.advantage import is_informative
 from shoal.types import Group, Reward
 

@@ -22,11 +22,11 @@ from shoal.net.listening import listening_socket, url_of
 from shoal.observe.metrics import Record
 from shoal.run.commands.plan import check_urls, plan
 from shoal.run.machine.memory import check_fits, trainer_mesh
+from shoal.run.policy import ServedVersions
 from shoal.run.prepare import check_scores, check_start, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
 from shoal.run.training import run_training, train
-from shoal.run.versions import ServedVersions
 from shoal.tasks.sdk import Definition, Question
 from shoal.types import Split, Task
 from shoal.weights.store import WeightStore

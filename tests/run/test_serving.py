@@ -9,8 +9,7 @@ import pytest
 
 from shoal.config import parse
 from shoal.net.server import PER_ADDRESS
-from shoal.run.commands.serve_judge import serve_judge
-from shoal.run.commands.swarm import serve_human
+from shoal.run.commands.swarm import serve_human, serve_judge
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.judge.judging import Rules
 

@@ -12,8 +12,7 @@ from engine_models import plain
 from shoal.config import Config, TaskConfig, parse
 from shoal.errors import ConfigError, TaskError
 from shoal.model.renderer_loading import load_renderer
-from shoal.run.commands.stages import run_stages
-from shoal.run.commands.supervised import run_supervised, trained_rows, turns_of
+from shoal.run.commands.supervised import run_stages, run_supervised, trained_rows, turns_of
 from shoal.tasks.holdout import EVAL_SHARE, split_of
 from shoal.types import Json, Message, Role, Split
 

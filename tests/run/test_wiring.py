@@ -22,17 +22,16 @@ from shoal.experience.log import FILE
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.checkpoints import Checkpoints
-from shoal.run.dynamic_sampling import UNINFORMATIVE
 from shoal.run.learning import STEPS as WARNED_STEPS
-from shoal.run.learning import Learning
+from shoal.run.learning import UNINFORMATIVE, Learning
 from shoal.run.loop import RunParts, TrainLoop
 from shoal.run.parts import orchestrator, own_scorer, playing
-from shoal.run.policy import Policy, PolicyParts
+from shoal.run.policy import Policy
 from shoal.run.prepare import Prepared
 from shoal.run.run_dir import run_meta
 from shoal.tasks.sdk import Definition
 from shoal.trainer.advantage import is_informative, returns_of
-from shoal.trainer.messages import RATIO_BOUNDS, StepStats, TokensFile
+from shoal.trainer.messages import StepStats, TokensFile
 from shoal.types import Group, Reward, Sample, Sampling, Task
 from shoal.weights.store import FILE as WEIGHTS
 from shoal.weights.store import WeightStore
@@ -48,10 +47,7 @@ CONFIG = parse(
         "log": {"keep_steps": 1},
     }
 )
-NOTHING = StepStats(
-    **{name: 0.0 for name in StepStats.__slots__ if name not in ("ratio_shares", "weights")},
-    ratio_shares=(0.0,) * (len(RATIO_BOUNDS) + 1),
-)
+NOTHING = StepStats()
 
 
 class Recording:
@@ -180,8 +176,8 @@ def ran(
         trackers = Trackers(JsonlTracker(run_dir / "metrics.jsonl"))
         prepared: Any = SimpleNamespace(config=config, version_file=WEIGHTS)
         store = WeightStore(run_dir / "weights")
-        more: dict[str, Any] = dict.fromkeys(("runner", "scorer", "own_engines", "teacher", "draw"))
-        policy = Policy(PolicyParts(prepared, Serving(), trainer, buffer=buffer, store=store, **more))
+        more: dict[str, Any] = dict.fromkeys(("runner", "scorer", "engines", "draw"))
+        policy = Policy(config, trainer, None, prepared, Serving(), buffer=buffer, store=store, **more)
         loop = kind(policy, RunParts(run_dir, (), trackers), first_step=0)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(drawing(buffer)), tasks.create_task(policy.versions.keep_loaded())]

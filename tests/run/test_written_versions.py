@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.config import parse
-from shoal.run.versions import ServedVersions
+from shoal.run.policy import ServedVersions
 from shoal.weights.store import FILE, WeightStore, WrittenVersion
 
 

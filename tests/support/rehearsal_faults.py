@@ -41,10 +41,9 @@ from shoal.rehearsal.rehearse import policy_of
 from shoal.rehearsal.scene import Scene
 from shoal.rehearsal.trainer import RehearsedTrainer
 from shoal.run.loop import RunParts, TrainLoop
-from shoal.run.recovery import recover
 from shoal.run.run_dir import groups_at_once, run_meta
 from shoal.run.standstill import waits
-from shoal.run.training import train_and_evaluate
+from shoal.run.training import recover, train_and_evaluate
 from shoal.types import Completion, Sample, Sampling, Split
 
 T = TypeVar("T")

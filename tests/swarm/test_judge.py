@@ -27,7 +27,7 @@ from shoal.errors import ConfigError, EngineUnavailable, JudgeError, RequestRefu
 from shoal.net.chat import ChatChoice
 from shoal.net.identity import Identity
 from shoal.net.server import Refused, serving
-from shoal.run.commands.serve_judge import NINE
+from shoal.run.commands.swarm import NINE
 from shoal.swarm.answerers import ChatModel
 from shoal.swarm.judge.client import fitting, statements, take
 from shoal.swarm.judge.judging import Judge, Rules

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from shoal.config.swarm import Credit
+from shoal.config.remote import Credit
 from shoal.swarm.strategy.choice import external_rows
 from shoal.trainer.advantage import advantages
 from shoal.types import Sample

@@ -19,7 +19,7 @@ from shoal.errors import ConfigError, TrainerError
 from shoal.model.loading import load_model
 from shoal.model.renderer_loading import local_directory
 from shoal.run.demo_model.architecture import Shape, untrained
-from shoal.run.versions import PARITY_BOUND_NATS
+from shoal.run.policy import PARITY_BOUND_NATS
 from shoal.trainer.trainer import Trainer
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.weights.store import ADAPTER_FILE, FILE

@@ -14,11 +14,13 @@ from shoal.cli import judge as judge_commands
 from shoal.cli import past, rehearsal, services, workspace
 from shoal.cli import runs as run_commands
 from shoal.cli import swarm as swarm_commands
-from shoal.cli.misuse import Misuse, misuse
+from shoal.cli.arguments import HELP, Misuse, WithSettings, misuse
 from shoal.cli.output import (
     JsonFlag,
+    ViewFlag,
     fail,
     from_checkout,
+    page_beside,
     printable,
     show,
     show_answers,
@@ -27,8 +29,6 @@ from shoal.cli.output import (
     until_stopped,
     warn,
 )
-from shoal.cli.overrides import HELP, WithSettings
-from shoal.cli.page import ViewFlag, page_beside
 from shoal.cli.runs import RunArgument, existing_run, run_at, run_names
 from shoal.cli.serving import serve
 from shoal.errors import ShoalError
@@ -119,7 +119,7 @@ def train(
         show(plan(settings, resume=resume, gpu=gpu), json_)
         return
     if settings.stages:
-        from shoal.run.commands.stages import run_stages
+        from shoal.run.commands.supervised import run_stages
 
         with stoppable(settings.run_dir):
             show(run_stages(settings, resume=resume), json_)
@@ -220,7 +220,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out questions, sampled and greedy."""
     from shoal.config import load
-    from shoal.run.commands.evaluate import run_evaluation
+    from shoal.run.commands.compare import run_evaluation
 
     extra = [] if questions is None else [f"eval.questions={questions}"]
     show(run_evaluation(load(config, [*context.obj, *extra])), json_)
@@ -383,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sentences = [_sentence(leaf) for leaf in leaves]
         if None in sentences:
             raise
-        fail(str(sentences[0]), 2)
+        fail("; ".join([str(sentences[0]), *getattr(error, "__notes__", ())]), 2)
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

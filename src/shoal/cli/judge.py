@@ -35,7 +35,7 @@ def serve(
     workers: Annotated[int, typer.Option(min=1, help="Processes that score.")] = 1,
 ) -> None:
     """Issue challenges and grade answers, until Ctrl-C."""
-    from shoal.run.commands.serve_judge import serve_judge
+    from shoal.run.commands.swarm import serve_judge
     from shoal.swarm.judge.judging import Rules
 
     rules = Rules(questions, sitting_s, answer_s, peer_every_s=every_s)

@@ -5,13 +5,17 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, Any, NoReturn, TextIO, TypeAlias
 
 import typer
+
+from shoal.errors import ChildDied, StoodStill
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")]
 
@@ -49,6 +53,14 @@ def _flat(values: dict[str, Any], where: str = "") -> dict[str, object]:
     for name, value in values.items():
         flat |= _flat(value, f"{where}{name}.") if isinstance(value, dict) else {f"{where}{name}": value}
     return flat
+
+
+def show_table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows of cells, whose columns are as wide as their widest cell."""
+    shown = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in shown:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def show_answers(run_dir: str, stream: TextIO | None = None) -> None:
@@ -94,14 +106,26 @@ def fail(sentence: str, code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def stoppable(run_dir: str | None = None) -> Iterator[None]:
-    """Catches Ctrl-C and SIGTERM, and prints how to continue the run. (Elsewhere typer prints "Aborted".)"""
+    """Catches Ctrl-C and SIGTERM, and says how to continue the run, also when one of its processes has ended.
+
+    Elsewhere typer prints "Aborted".
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     except KeyboardInterrupt:
-        resolved = None if run_dir is None else Path(run_dir) / "resolved.toml"
-        begun = resolved is not None and resolved.exists()
-        fail(f"stopped; go on with: shoal train {resolved} --resume" if begun else "stopped", 130)
+        fail("; ".join(["stopped", *_continuation(run_dir)]), 130)
+    except (ChildDied, StoodStill, ExceptionGroup) as error:
+        lost = not isinstance(error, ExceptionGroup) or error.subgroup((ChildDied, StoodStill))
+        for advice in _continuation(run_dir) if lost else ():
+            error.add_note(advice)
+        raise
+
+
+def _continuation(run_dir: str | None) -> list[str]:
+    """Advice to continue a run that has begun; a run without any group is removed."""
+    resolved = None if run_dir is None else Path(run_dir) / "resolved.toml"
+    return [f"go on with: shoal train {resolved} --resume"] if resolved and resolved.exists() else []
 
 
 def until_stopped(serving: Coroutine[Any, Any, None]) -> None:
@@ -126,3 +150,30 @@ def from_checkout(command: str) -> None:
     if not (root / "benchmarks" / "__init__.py").is_file():
         fail(f"{command}: needs a source checkout of Shoal (git clone, then pip install -e .)", 2)
     sys.path.insert(0, str(root))
+
+
+ViewFlag: TypeAlias = Annotated[
+    bool, typer.Option("--view", help="Show the run on a page, as `shoal view` does, while it trains.")
+]
+
+
+@contextmanager
+def page_beside(run_dir: str, wanted: bool) -> Iterator[None]:
+    """Serves the page of a run that is about to start: in a terminal until Ctrl-C, otherwise until the run ends."""
+    if not wanted:
+        yield
+        return
+    command = [sys.executable, "-m", "shoal.cli", "view", run_dir, "--attached"]
+    # A separate session: Ctrl-C must end the run first, so that the page shows how it ended.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stdout is not None
+            if address := process.stdout.readline().strip():
+                print(f"page: {address}", file=sys.stderr)
+            yield
+            if address and sys.stderr.isatty():
+                print(f"the page stays until Ctrl-C, and comes back with: shoal view {run_dir}", file=sys.stderr)
+                with suppress(KeyboardInterrupt):
+                    process.wait()
+        finally:
+            process.terminate()

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, printable
-from shoal.cli.overrides import HELP, WithSettings
+from shoal.cli.arguments import HELP, WithSettings
+from shoal.cli.output import JsonFlag, printable, show_table
 from shoal.cli.runs import RunArgument
 
 
@@ -72,17 +72,14 @@ def why(
 ) -> None:
     """Tell what moved the weights in a step: its groups by influence, and what was clipped, late or changed."""
     from shoal.run.blocking import run_blocking
-    from shoal.run.commands.why import HEADS, reasons
+    from shoal.run.commands.replay import HEADS, reasons
 
     found = run_blocking(reasons(run, step - 1))
     if json_:
         print(json.dumps(found.values))
         return
     print("\n".join(printable(line) for line in found.sentences), end="\n\n")
-    rows = [HEADS, *(one.row for one in found.groups)]
-    widths = [max(len(printable(row[column])) for row in rows) for column in range(len(HEADS))]
-    for row in rows:
-        print("  ".join(printable(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    show_table([HEADS, *(one.row for one in found.groups)])
 
 
 def add_to(app: typer.Typer, panel: str) -> None:

@@ -38,8 +38,7 @@ def rehearse(
     """Run a configuration's control code on a virtual clock with GPUs that are not there."""
     from shoal.config import load
     from shoal.rehearsal.rehearse import rehearse as rehearsed
-    from shoal.rehearsal.report import figures_of
-    from shoal.rehearsal.scene import Spot
+    from shoal.rehearsal.scene import Spot, figures_of
     from shoal.rehearsal.search import RehearsedSettings, answers_of, hardware_of, scene_of, searched
 
     settings = load(config, context.obj)

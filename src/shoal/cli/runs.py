@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, printable, show, stoppable
+from shoal.cli.output import JsonFlag, printable, show, show_table, stoppable
 from shoal.errors import ModelError, RunDirError, did_you_mean
 
 RUNS = Path("runs")
@@ -76,8 +76,10 @@ def list_runs(
     if json_:
         print(json.dumps({"runs": found}))
         return
-    heads = ("name", "state", "steps", "reward", "held-out reward", "last record", "model and tasks")
-    rows = [heads]
+    if not found:
+        print(f"{folder} holds no run; shoal demo makes one")
+        return
+    rows = [("name", "state", "steps", "reward", "held-out reward", "last record", "model and tasks")]
     for one in found:
         ends = [f"{value:.3g}" for value in (one["eval_reward_before"], one["eval_reward_after"]) if value is not None]
         rows.append(
@@ -91,11 +93,7 @@ def list_runs(
                 f"{one['model']}: {one['tasks']}",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    for row in rows if found else []:
-        print("  ".join(printable(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    if not found:
-        print(f"{folder} holds no run; shoal demo makes one")
+    show_table(rows)
 
 
 def restore(
@@ -141,7 +139,7 @@ def chat(
 ) -> None:
     """Talk with a model. /new begins anew; Ctrl-D ends."""
     from shoal.config import parse
-    from shoal.run.commands.chat import ChatOptions, Prompt, chat_with
+    from shoal.run.commands.serve import ChatOptions, Prompt, chat_with
     from shoal.run.prepare import check_model
 
     def say(text: str) -> None:

@@ -64,7 +64,7 @@ def join_trainer(
     from shoal.run.machine.devices import gpu_bytes, gpus_present, launched_gpu, visible_gpus
 
     token = os.environ.get(TOKEN_VARIABLE, "")
-    gpu = launched_gpu(os.environ, visible_gpus(os.environ, gpus_present()))
+    gpu = launched_gpu(os.environ, visible_gpus(os.environ, len(gpus_present())))
     role = RankHost(run_url.rstrip("/"), token, folder.absolute(), host, threads, gpu, gpu_bytes())
     until_stopped(role.run(partial(print, flush=True)))
 

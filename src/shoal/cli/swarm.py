@@ -11,8 +11,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.arguments import HELP, WithSettings
 from shoal.cli.output import JsonFlag, announce, from_checkout, show, until_stopped
-from shoal.cli.overrides import HELP, WithSettings
 from shoal.cli.runs import RunArgument
 from shoal.errors import ConfigError, RunDirError
 
@@ -46,10 +46,7 @@ def serve(
             announce(f"shoal train CONFIG.toml --swarm.servers='[\"{known}\"]' --swarm.external_groups=4")
             raise RunDirError(f"{await server.died()}; see {folder / 'server.log'}")
 
-    try:
-        asyncio.run(run())
-    except KeyboardInterrupt:
-        print("stopped")
+    until_stopped(run())
 
 
 @app.command("desk", cls=WithSettings, epilog=HELP)
@@ -101,11 +98,8 @@ def join(
     if not any(override.removeprefix("--").startswith("run_dir=") for override in context.obj):
         settings = settings.model_copy(update={"run_dir": f"{settings.run_dir}-join"})
     pace = GeneratorPace(settings.rollout.group_size, every, groups)
-    try:
-        say = partial(print, file=sys.stderr, flush=True)
-        asyncio.run(generate(settings, answerer_of(settings, model_url, model, key, rule), pace, say))
-    except KeyboardInterrupt:
-        print("stopped")
+    say = partial(print, file=sys.stderr, flush=True)
+    until_stopped(generate(settings, answerer_of(settings, model_url, model, key, rule), pace, say))
     values = status_of(Path(settings.run_dir))
     if values is not None:  # else it was stopped before it began
         show(values, json_)

@@ -15,6 +15,8 @@ from pydantic import JsonValue, ValidationError
 from shoal.config.complaints import complaint
 from shoal.config.credentials import masked, restored
 from shoal.config.presets import set_preset
+from shoal.config.remote import Credit as Credit
+from shoal.config.remote import SwarmConfig as SwarmConfig
 from shoal.config.section import Section as Section
 from shoal.config.settings import EMBEDDED
 from shoal.config.settings import QUESTIONS as QUESTIONS
@@ -25,8 +27,6 @@ from shoal.config.settings import ModelConfig as ModelConfig
 from shoal.config.settings import RewardConfig as RewardConfig
 from shoal.config.settings import StageConfig as StageConfig
 from shoal.config.settings import TaskConfig as TaskConfig
-from shoal.config.swarm import Credit as Credit
-from shoal.config.swarm import SwarmConfig as SwarmConfig
 from shoal.config.tree import MOST_LEVELS, checked, place_of
 from shoal.errors import ConfigError, did_you_mean
 from shoal.files import siblings

@@ -12,10 +12,6 @@ from shoal.config.section import Section
 from shoal.config.training import LOSSES
 from shoal.errors import did_you_mean, expected_one_of
 
-RENAMED = {
-    "asynchrony.eta": "asynchrony.max_staleness",
-}
-"""Renamed settings. Each is refused with a sentence that gives the new name."""
 NEEDED = {
     "tasks": 'at least one table, such as [[tasks]] with name = "chain_sum" below it',
 }
@@ -40,8 +36,6 @@ def complaint(error: ValidationError, tree: object, root: type[Section]) -> str:
     errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")  # a misspelled one is missing too
     first, named = errors[0], _named(errors[0], tree)
     where = ".".join(named)
-    if where in RENAMED:
-        return f"{where}: this setting is now {RENAMED[where]}; rename it"
     if first["type"] == "extra_forbidden":
         siblings = _section_at(root, [str(part) for part in first["loc"][:-1]]).model_fields
         hint = did_you_mean(named[-1], siblings, lambda name: repr(".".join([*named[:-1], name])))

@@ -10,12 +10,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, ValidationError, ValidationInfo, field_validator, model_validator
 
-from shoal.config.cluster import ClusterConfig
 from shoal.config.complaints import complaint
 from shoal.config.presets import DEFAULT_MAX_TOKENS
 from shoal.config.processor import multiplies_bfloat16
+from shoal.config.remote import ClusterConfig, SwarmConfig
 from shoal.config.section import MOST, Section
-from shoal.config.swarm import SwarmConfig
 from shoal.config.training import LOSS_OF, OWN_SETTINGS, UNUSED, DPOLoss, PositiveOnlyLoss, TrainConfig, foreign_setting
 from shoal.config.urls import NATS, checked_url
 from shoal.staleness import Late, Staleness

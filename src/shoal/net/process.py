@@ -122,13 +122,11 @@ class Exit:
     name: str
     returncode: int
     last_words: str
-    advice: str = ""
-    """Advice to the user."""
 
     def __str__(self) -> str:
         how = f"signal {-self.returncode}" if self.returncode < 0 else f"code {self.returncode}"
         said = f": {self.last_words}" if self.last_words else ""
-        return f"the {self.name} process ended with {how}{said}" + (f"; {self.advice}" if self.advice else "")
+        return f"the {self.name} process ended with {how}{said}"
 
 
 class Child:
@@ -148,20 +146,18 @@ class Child:
         log: Path | None,
         env: Mapping[str, str],
         *,
-        advice: str = "",
         own_group: bool = True,
     ) -> None:
         """Entering starts `python -m module arguments... --fd N`, where N is the child's end of the socket.
 
-        Without a `log` the child writes to this process's output. `advice` ends the error message about the child's
-        death. Without `own_group` the child gets the signals of this process's group.
+        Without a `log` the child writes to this process's output. Without `own_group` it gets the signals of this
+        process's group.
         """
         self.name = name
         self._module = module
         self._arguments = tuple(arguments)
         self._log = log
         self._env = dict(env)
-        self._advice = advice
         self._own_group = own_group
         self._turn = asyncio.Lock()
         self._asked = 0
@@ -303,7 +299,7 @@ class Child:
 
     async def died(self) -> Exit:
         """Waits until the child has ended; returns how."""
-        return Exit(self.name, await self._process.wait(), self._last_words(), self._advice)
+        return Exit(self.name, await self._process.wait(), self._last_words())
 
     async def _death(self) -> ChildDied:
         """Error for a child that closed its socket; a child that still runs is killed."""
@@ -311,8 +307,7 @@ class Child:
             async with asyncio.timeout(GRACE_S):
                 return ChildDied(str(await self.died()))
         self.kill()
-        how = f"the {self.name} process closed its connection without ending, and was killed"
-        return ChildDied(how + (f"; {self._advice}" if self._advice else ""))
+        return ChildDied(f"the {self.name} process closed its connection without ending, and was killed")
 
     def _last_words(self) -> str:
         """Last line of this process in its log; earlier processes wrote to the same file."""

@@ -11,6 +11,7 @@ The efficiencies are shares of a GPU's published peaks.
 """
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from shoal.errors import ConfigError, ModelError, did_you_mean
@@ -18,6 +19,10 @@ from shoal.model.file_sizes import shapes_of, sizes_of
 
 BYTES = 2
 """Bytes of a bfloat16 number."""
+
+
+PASSES = 4.0
+"""Passes of a step over its rows: forward, backward, which counts twice, and one for the logprobs before the update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +83,7 @@ def shape_of(model: str) -> ModelShape:
     """Shape of a model: a directory, or a name that begins or ends with one of `MODELS`. Raises `ModelError`."""
     if Path(model).is_dir():
         sizes = sizes_of(Path(model))
-        numbers = 0.0
-        for shape in shapes_of(Path(model)).values():
-            size = 1
-            for side in shape:
-                size *= side
-            numbers += size
+        numbers = sum(map(prod, shapes_of(Path(model)).values()))
         heads = sizes.num_attention_heads
         width = heads * (sizes.head_dim or sizes.hidden_size // heads)
         return ModelShape(numbers, numbers, sizes.num_hidden_layers, width, sizes.kv_numbers_per_token)
@@ -102,26 +102,19 @@ def gpu_of(name: str) -> Gpu:
     return GPUS[name.lower()]
 
 
-@dataclass(frozen=True, slots=True)
-class Efficiency:
-    """Shares of a GPU's peaks that software reaches, and what no FLOP or byte explains.
+TRAINING = 0.43
+"""Share of a GPU's FLOP/s that training reaches: AReaL (arXiv 2505.24298), figure 6a."""
+PREFILL = 0.5
+"""Share of the FLOP/s in prefill and decode."""
+MEMORY, DECODE_FIXED_S = 0.52, 12e-3
+"""Share of the bytes/s in decode, and seconds of a decode step besides its bytes and FLOPs.
 
-    The defaults come from two figures of AReaL (arXiv 2505.24298), as docs/explanation/rehearsal.md derives them: 6a
-    has the FLOP/s of training, 6b the tokens per second of engines for two sizes of models.
-    """
-
-    training: float = 0.43
-    """Share of the FLOP/s in training."""
-    prefill: float = 0.5
-    """Share of the FLOP/s in prefill and decode."""
-    memory: float = 0.52
-    """Share of the bytes/s in decode."""
-    decode_fixed_s: float = 12e-3
-    """Seconds of a decode step besides its bytes and FLOPs."""
-    link: float = 0.5
-    """Share of the link's bytes/s in loads of weights."""
-    step_fixed_s: float = 5.0
-    """Seconds of a training step besides its FLOPs."""
+Figure 6b has the tokens per second of engines for two sizes of models; docs/explanation/rehearsal.md derives the rest.
+"""
+LINK = 0.5
+"""Share of the link's bytes/s in loads of weights."""
+STEP_FIXED_S = 5.0
+"""Seconds of a training step besides its FLOPs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +135,10 @@ class EngineCost:
     """Seconds of a load of weights."""
     places: int = 1 << 20
     """Sequences at once."""
-    read_sequence: bool = False
-    """Whether `sequence_s` adds to `weights_s`, as on a CPU."""
 
     def base_s(self, running: int) -> float:
         """Seconds of a decode step of `running` sequences, without their context."""
-        own_s = running * self.sequence_s
-        return self.fixed_s + (self.weights_s + own_s if self.read_sequence else max(self.weights_s, own_s))
+        return self.fixed_s + max(self.weights_s, running * self.sequence_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +176,7 @@ class GpuSplit:
         return max(self.engines // self.per_engine, 1)
 
 
-def engine_cost(
-    shape: ModelShape, gpu: Gpu, per_engine: int, context: float, places: int, efficiency: Efficiency = Efficiency()
-) -> EngineCost:
+def engine_cost(shape: ModelShape, gpu: Gpu, per_engine: int, context: float, places: int) -> EngineCost:
     """Cost of an engine of `per_engine` GPUs whose sequences have `context` tokens at most. Raises `ConfigError`."""
     room = 0.9 * gpu.memory_bytes * per_engine - BYTES * shape.parameters
     fits = int(room / (BYTES * shape.kv_numbers * context))
@@ -197,37 +185,35 @@ def engine_cost(
             f"--gpus-per-engine: expected enough for weights of {BYTES * shape.parameters / 1e9:.0f} GB and a sequence "
             f"of {context:.0f} tokens, got {per_engine} of {gpu.memory_bytes / 1e9:.0f} GB; take more"
         )
-    bytes_per_s = gpu.memory_bytes_per_s * per_engine * efficiency.memory
-    flops_per_s = gpu.flops_per_s * per_engine * efficiency.prefill
+    bytes_per_s = gpu.memory_bytes_per_s * per_engine * MEMORY
+    flops_per_s = gpu.flops_per_s * per_engine * PREFILL
     return EngineCost(
-        efficiency.decode_fixed_s,
+        DECODE_FIXED_S,
         BYTES * shape.parameters / bytes_per_s,
         2 * shape.active / flops_per_s,
         BYTES * shape.kv_numbers / bytes_per_s,
         2 * shape.active / flops_per_s,
-        BYTES * shape.parameters / (gpu.link_bytes_per_s * per_engine * efficiency.link),
+        BYTES * shape.parameters / (gpu.link_bytes_per_s * per_engine * LINK),
         min(places, fits),
     )
 
 
-def trainer_cost(
-    shape: ModelShape, gpu: Gpu, count: int, *, passes: float = 4.0, efficiency: Efficiency = Efficiency()
-) -> TrainerCost:
+def trainer_cost(shape: ModelShape, gpu: Gpu, count: int) -> TrainerCost:
     """Cost of a trainer of `count` GPUs; a Version is written by all of them, each its part."""
-    flops_per_s = gpu.flops_per_s * count * efficiency.training
-    written_s = BYTES * shape.parameters / (gpu.link_bytes_per_s * count * efficiency.link)
+    flops_per_s = gpu.flops_per_s * count * TRAINING
+    written_s = BYTES * shape.parameters / (gpu.link_bytes_per_s * count * LINK)
     return TrainerCost(
-        efficiency.step_fixed_s,
-        passes * 2 * shape.active / flops_per_s,
-        passes * 2 * shape.layers * shape.width / flops_per_s,
+        STEP_FIXED_S,
+        PASSES * 2 * shape.active / flops_per_s,
+        PASSES * 2 * shape.layers * shape.width / flops_per_s,
         written_s,
         7 * written_s,  # float32 weights and two moments: 12 bytes for 2, and what is read to copy them
     )
 
 
-def smallest_engine(shape: ModelShape, gpu: Gpu, context: float, sequences: int = 8) -> int:
-    """Fewest GPUs, a power of two, that hold the weights and the KV cache of some sequences."""
-    needed = BYTES * (shape.parameters + sequences * shape.kv_numbers * context)
+def smallest_engine(shape: ModelShape, gpu: Gpu, context: float) -> int:
+    """Fewest GPUs, a power of two, that hold the weights and the KV cache of eight sequences."""
+    needed = BYTES * (shape.parameters + 8 * shape.kv_numbers * context)
     count = 1
     while 0.9 * gpu.memory_bytes * count < needed:
         count *= 2

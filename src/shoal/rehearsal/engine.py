@@ -119,25 +119,23 @@ class RehearsedEngine:
 
     async def abort(self) -> None:
         """Ends all requests with the tokens sampled so far."""
-        self._advance()
-        everyone = [one for *_, one in (*self._running, *self._waiting)]
-        self._running, self._waiting, self._context = [], [], 0.0
-        for one in everyone:
-            if not one.ended.done():
-                own = int(self._steps - one.started_at) if one.versions else 0
-                one.ended.set_result(self._completion(one, min(own, one.left - 1), FinishReason.ABORT))
-        self._schedule()
+        for one in self._dropped():
+            own = int(self._steps - one.started_at) if one.versions else 0
+            one.ended.set_result(self._completion(one, min(own, one.left - 1), FinishReason.ABORT))
 
     def kill(self) -> None:
         """Ends all requests without an answer, as a lost host does."""
+        for one in self._dropped():
+            one.ended.set_exception(EngineUnavailable("the host is gone"))
+            one.ended.exception()  # the caller may have left by the failure of another one
+
+    def _dropped(self) -> list[Decoding]:
+        """Forgets all requests; returns those whose caller still waits."""
         self._advance()
         everyone = [one for *_, one in (*self._running, *self._waiting)]
         self._running, self._waiting, self._context = [], [], 0.0
-        for one in everyone:
-            if not one.ended.done():
-                one.ended.set_exception(EngineUnavailable("the host is gone"))
-                one.ended.exception()  # the caller may have left by the failure of another one
         self._schedule()
+        return [one for one in everyone if not one.ended.done()]
 
     async def info(self) -> EngineInfo:
         """Figures since the start, and the busy share since the last call."""

@@ -22,10 +22,10 @@ from shoal.rehearsal.scene import Rehearsed, Scene, Spot
 from shoal.rehearsal.trainer import PROMPT_IDS, RehearsedRenderer, RehearsedScorer, RehearsedTasks, RehearsedTrainer
 from shoal.rollout.evaluation import held_out_tasks
 from shoal.rollout.single_turn import SingleTurn
-from shoal.run.engines import OwnEngines
+from shoal.run.engines import RunEngines
 from shoal.run.loop import RunParts, TrainLoop
 from shoal.run.parts import orchestrator
-from shoal.run.policy import Policy, PolicyParts
+from shoal.run.policy import Policy
 from shoal.run.prepare import Prepared
 from shoal.run.run_dir import groups_at_once, run_meta
 from shoal.tasks.mixture import Mixture
@@ -63,7 +63,6 @@ async def _rehearsed(scene: Scene, run_dir: Path) -> Rehearsed:
             async with asyncio.timeout(scene.seconds):
                 await train_and_evaluate(policy, parts, training)
         seen.seconds = loop.time()
-        seen.trained_tokens = trainer.tokens
         for counts in buffer.counts.values():
             for reason, count in (*counts.dropped.items(), *counts.failed.items()):
                 seen.dropped[reason] = seen.dropped.get(reason, 0) + count
@@ -85,8 +84,8 @@ def policy_of(
     scorer = RehearsedScorer(scene.score_s, scene.scorers, scene.solved)
     runner = SingleTurn(pool, renderer, scorer, prepared.sampling)
     draw = orchestrator(prepared, runner, buffer, trackers.log_event).run
-    store = WeightStore(run_dir / "weights")
-    return Policy(PolicyParts(prepared, pool, trainer, runner, scorer, buffer, store, OwnEngines(), None, draw))
+    store, engines = WeightStore(run_dir / "weights"), RunEngines(prepared, pool, lambda how: None)
+    return Policy(config, trainer, None, prepared, pool, runner, scorer, buffer, store, engines, draw)
 
 
 @asynccontextmanager

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +12,9 @@ from shoal.errors import ConfigError, RunDirError
 from shoal.experience.log import snapshot
 from shoal.experience.raw import decode_rollout, read_groups
 from shoal.rehearsal.costs import (
-    Efficiency,
+    DECODE_FIXED_S,
+    MEMORY,
+    TRAINING,
     GpuSplit,
     ModelShape,
     engine_cost,
@@ -22,8 +24,7 @@ from shoal.rehearsal.costs import (
     trainer_cost,
 )
 from shoal.rehearsal.engine import Length
-from shoal.rehearsal.report import USD_PER_GPU_HOUR, Figures, figures_of
-from shoal.rehearsal.scene import Scene, Spot
+from shoal.rehearsal.scene import USD_PER_GPU_HOUR, Figures, Scene, Spot, figures_of
 
 DRAWS = 20_000
 """Lengths whose mean stands for that of the distribution."""
@@ -83,7 +84,6 @@ class Hardware:
     gpu: str
     split: GpuSplit
     usd_per_gpu_hour: float
-    efficiency: Efficiency = field(default_factory=Efficiency)
 
     @property
     def count(self) -> int:
@@ -111,8 +111,8 @@ def scene_of(config: Config, hardware: Hardware, answers: AnswerLengths, **more:
     """The scene of a run on GPUs. Raises `ConfigError` and `ModelError`."""
     shape, gpu, split = shape_of(config.model.path), gpu_of(hardware.gpu), hardware.split
     context = answers.prompt_tokens + answers.mean
-    engine = engine_cost(shape, gpu, split.per_engine, context, config.engine.max_running, hardware.efficiency)
-    trainer = trainer_cost(shape, gpu, split.trainer, efficiency=hardware.efficiency)
+    engine = engine_cost(shape, gpu, split.per_engine, context, config.engine.max_running)
+    trainer = trainer_cost(shape, gpu, split.trainer)
     own = config.model_copy(update={"engine": config.engine.model_copy(update={"count": split.count, "urls": []})})
     made = Scene(own, engine, split.count, trainer, answers.length, answers.mean, answers.prompt_tokens)
     return replace(made, solved=answers.solved, **more)  # type: ignore[arg-type]
@@ -138,14 +138,11 @@ def step_cost(config: Config, hardware: Hardware, answers: AnswerLengths) -> dic
     """Expected seconds of a step by part, idle shares, and the split of these GPUs with the most tokens per second."""
     from shoal.rehearsal.rehearse import rehearse
 
-    short = changed(config, steps=SHORT_STEPS)
-    scene = scene_of(short, hardware, answers)
+    bound = config.asynchrony.max_staleness
+    scene = scene_of(_short(config, bound), hardware, answers)
     figures = figures_of(scene, rehearse(scene), hardware.count, hardware.usd_per_gpu_hour)
-    best = searched(
-        config, hardware, answers, tokens_per_s=math.inf, powers=(0,), bounds=(short.asynchrony.max_staleness,)
-    )
+    best = searched(config, hardware, answers, tokens_per_s=math.inf, powers=(0,), bounds=(bound,))
     better = best.figures.tokens_per_s > BETTER * figures.tokens_per_s
-    used = hardware.efficiency
     return {
         "generation_s": scene.sampling_s,
         "training_s": scene.training_s,
@@ -159,22 +156,16 @@ def step_cost(config: Config, hardware: Hardware, answers: AnswerLengths) -> dic
         "usd_per_million_tokens": figures.usd_per_million_tokens,
         "better_split": best.sentence() if better else "none of those tried",
         "peaks": f"{hardware.gpu}: NVIDIA's data sheet",
-        "training_efficiency": f"{used.training:g} of the FLOP/s: AReaL, arXiv 2505.24298, figure 6a",
-        "decode_efficiency": f"{used.memory:g} of the bytes/s and {used.decode_fixed_s:g} s a step: its figure 6b",
+        "training_efficiency": f"{TRAINING:g} of the FLOP/s: AReaL, arXiv 2505.24298, figure 6a",
+        "decode_efficiency": f"{MEMORY:g} of the bytes/s and {DECODE_FIXED_S:g} s a step: its figure 6b",
     }
 
 
-def changed(config: Config, *, steps: int | None = None, groups: int | None = None, bound: int | None = None) -> Config:
-    """A configuration with another number of steps, groups per step or staleness bound."""
-    train = {"steps": steps, "groups_per_step": groups}
-    kept = {name: value for name, value in train.items() if value is not None}
-    asynchrony = {} if bound is None else {"max_staleness": bound}
-    return config.model_copy(
-        update={
-            "train": config.train.model_copy(update=kept),
-            "asynchrony": config.asynchrony.model_copy(update=asynchrony),
-        }
-    )
+def _short(config: Config, bound: int) -> Config:
+    """A configuration of few steps, with another staleness bound."""
+    train = config.train.model_copy(update={"steps": SHORT_STEPS})
+    asynchrony = config.asynchrony.model_copy(update={"max_staleness": bound})
+    return config.model_copy(update={"train": train, "asynchrony": asynchrony})
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +173,6 @@ class RehearsedSettings:
     """Settings with their figures."""
 
     split: GpuSplit
-    groups_per_step: int
     max_staleness: int
     figures: Figures
 
@@ -190,7 +180,7 @@ class RehearsedSettings:
         """The settings and their rate in words."""
         split, rate = self.split, self.figures.tokens_per_s
         return (
-            f"{split.trainer}+{split.engines}x{split.per_engine} GPUs, {self.groups_per_step} groups, "
+            f"{split.trainer}+{split.engines}x{split.per_engine} GPUs, "
             f"max_staleness {self.max_staleness}: {rate:.0f} tokens/s, {self.figures.usd_per_hour:.2f} USD/h"
         )
 
@@ -202,12 +192,11 @@ def searched(
     *,
     tokens_per_s: float,
     bounds: Sequence[int] = (0, 1, 2, 4),
-    groups: Sequence[int] = (),
     powers: Sequence[int] = (-2, -1, 0, 1, 2),
     said: Callable[[RehearsedSettings], None] = lambda found: None,
     spot: Spot | None = None,
 ) -> RehearsedSettings:
-    """The cheapest split, bound and batch that reach a token rate; the fastest when none does.
+    """The cheapest split and bound that reach a token rate; the fastest when none does.
 
     GPUs are those of `hardware` times powers of two down to a quarter and up to four times, with shares of the trainer
     from an eighth to a half. A configuration whose sides alone are too slow is not rehearsed.
@@ -223,17 +212,15 @@ def searched(
             if engines < each:
                 continue
             split = GpuSplit(trainer, engines, each)
-            for batch in groups or (config.train.groups_per_step,):
-                for bound in bounds:
-                    own = changed(config, steps=SHORT_STEPS, groups=batch, bound=bound)
-                    scene = scene_of(own, replace(hardware, split=split), answers, spot=spot)
-                    possible = batch * config.rollout.group_size * answers.mean / scene.step_s
-                    if best is not None and possible < min(tokens_per_s, best.figures.tokens_per_s):
-                        continue
-                    figures = figures_of(scene, rehearse(scene), trainer + engines, hardware.usd_per_gpu_hour)
-                    found = RehearsedSettings(split, batch, bound, figures)
-                    said(found)
-                    best = found if best is None or _is_better(found, best, tokens_per_s) else best
+            for bound in bounds:
+                scene = scene_of(_short(config, bound), replace(hardware, split=split), answers, spot=spot)
+                possible = scene.rollouts * answers.mean / scene.step_s
+                if best is not None and possible < min(tokens_per_s, best.figures.tokens_per_s):
+                    continue
+                figures = figures_of(scene, rehearse(scene), trainer + engines, hardware.usd_per_gpu_hour)
+                found = RehearsedSettings(split, bound, figures)
+                said(found)
+                best = found if best is None or _is_better(found, best, tokens_per_s) else best
         if best is not None and best.figures.tokens_per_s >= tokens_per_s:
             break  # more GPUs cost more
     if best is None:

@@ -10,14 +10,13 @@ from pathlib import Path
 from shoal.interfaces import Environment, Worker
 from shoal.rehearsal.costs import TrainerCost
 from shoal.rehearsal.engine import FIRST_LENGTH, LOGPROB, STOP
-from shoal.trainer.messages import RATIO_BOUNDS, Logprobs, StepStats, TokensFile
+from shoal.trainer.messages import Logprobs, StepStats, TokensFile
 from shoal.trainer.packing import prompt_length
 from shoal.types import Message, Reward, Role, Sample, Split, Task, seed_for
 
 ANSWER = Message(Role.ASSISTANT, "")
 PROMPT_IDS = 2
 """Ids of a prompt: its task's number, and one that stands for all tokens."""
-RATIO_SHARES = tuple(float(index == 3) for index in range(len(RATIO_BOUNDS) + 1))
 
 
 def row_tokens(row: Sample, prompt: int) -> int:
@@ -31,11 +30,7 @@ class RehearsedTrainer:
 
     cost: TrainerCost
     prompt_tokens: int
-    step_of: Callable[[Sequence[tuple[Sample, ...]]], None] = lambda groups: None
-    """Gets the rows of each step when it ends."""
     ranks: Sequence[Worker] = ()
-    tokens: int = 0
-    """Tokens of all rows so far, computed or not."""
 
     async def step(
         self,
@@ -51,9 +46,8 @@ class RehearsedTrainer:
         computed = [size for row, size in zip(rows, sizes, strict=True) if any(row.advantages)]
         seconds = self.cost.step_s(computed)
         await asyncio.sleep(seconds)
-        self.tokens += sum(sizes)
-        self.step_of(groups)
-        return _stats(sum(sizes), sum(computed), seconds)
+        tokens, done = sum(sizes), sum(computed)
+        return StepStats(tokens=tokens, skipped_tokens=tokens - done, computed_tokens=done, updates=1, seconds=seconds)
 
     async def logprobs(self, rows: Sequence[Sequence[int]], *, temperature: float = 1.0) -> Logprobs:
         """Takes a forward pass, a third of the seconds of forward and backward."""
@@ -83,35 +77,6 @@ class RehearsedTrainer:
         """Takes the seconds of a checkpoint."""
         await asyncio.sleep(self.cost.save_s)
         return self.cost.save_s
-
-
-def _stats(tokens: int, computed: int, seconds: float) -> StepStats:
-    """Statistics of a step without computed losses and ratios."""
-    return StepStats(
-        loss=0.0,
-        grad_norm=0.0,
-        update_norm=0.0,
-        lr=0.0,
-        entropy=0.0,
-        ratio_mean=1.0,
-        ratio_max=1.0,
-        ratio_shares=RATIO_SHARES,
-        clipped_share=0.0,
-        masked_share=0.0,
-        capped_share=0.0,
-        ess=1.0,
-        mismatch=0.0,
-        mismatch_fresh=None,
-        kl=0.0,
-        value_loss=0.0,
-        explained_variance=None,
-        tokens=tokens,
-        skipped_tokens=tokens - computed,
-        computed_tokens=computed,
-        updates=1,
-        refused_updates=0,
-        seconds=seconds,
-    )
 
 
 @dataclass(slots=True)

@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from shoal.errors import RunDirError
 from shoal.experience import archive, checkpoint
-from shoal.files import checksum, has_checksum, replaced
+from shoal.files import checksum, has_checksum, sync
 from shoal.net.identity import Identity
 from shoal.observe.metrics import Trackers
 
@@ -62,56 +61,21 @@ class BackupManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     files: tuple[BackupFile, ...] = ()
 
 
-class BackupPlace(Protocol):
-    """Place of a backup, whose files have names with slashes. Every method raises `OSError`."""
+class BackupPlace:
+    """A folder on another disk, or a URL such as `s3://bucket/run`, whose package finds the credentials.
+
+    Files have names with slashes. Every method raises `OSError`.
+    """
+
+    def __init__(self, where: str) -> None:
+        import fsspec  # type: ignore[import-untyped]
+
+        with _as_os_error(where):
+            self._fs, self._root = fsspec.url_to_fs(where)
+        self._is_local = "://" not in where
 
     def names(self, folder: str = "") -> set[str]:
         """Names in a folder; empty if it does not exist."""
-
-    def put(self, source: Path, name: str) -> None:
-        """Copies a file there; it has its name once it is whole."""
-
-    def get(self, name: str, target: Path) -> None:
-        """Copies a file from there."""
-
-    def remove(self, name: str) -> None:
-        """Removes a file, or a folder with all that is in it."""
-
-
-class FolderPlace:
-    """Folder on another disk."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def names(self, folder: str = "") -> set[str]:
-        return {path.name for path in (self._folder / folder).glob("*")}
-
-    def put(self, source: Path, name: str) -> None:
-        target = self._folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with replaced(target) as unfinished:
-            shutil.copy2(source, unfinished)
-
-    def get(self, name: str, target: Path) -> None:
-        shutil.copy2(self._folder / name, target)
-
-    def remove(self, name: str) -> None:
-        path = self._folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-class UrlPlace:
-    """Place behind a URL, such as `s3://bucket/run`; its package finds the credentials."""
-
-    def __init__(self, url: str) -> None:
-        import fsspec  # type: ignore[import-untyped]
-
-        with _as_os_error(url):
-            self._fs, self._root = fsspec.url_to_fs(url)
-
-    def names(self, folder: str = "") -> set[str]:
         with _as_os_error(folder):
             where = self._at(folder)
             self._fs.invalidate_cache(where)  # another host may have written there
@@ -119,17 +83,24 @@ class UrlPlace:
             return {posixpath.basename(path.rstrip("/")) for path in found}
 
     def put(self, source: Path, name: str) -> None:
+        """Copies a file there; it has its name once it is whole."""
         with _as_os_error(name):
             target = self._at(name)
             self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
             self._fs.put_file(str(source), f"{target}.unfinished")
+            if self._is_local:
+                sync(Path(f"{target}.unfinished"))
             self._fs.mv(f"{target}.unfinished", target)
+            if self._is_local:
+                sync(Path(target).parent)
 
     def get(self, name: str, target: Path) -> None:
+        """Copies a file from there."""
         with _as_os_error(name):
             self._fs.get_file(self._at(name), str(target))
 
     def remove(self, name: str) -> None:
+        """Removes a file, or a folder with all that is in it."""
         with _as_os_error(name):
             self._fs.rm(self._at(name), recursive=True)
 
@@ -146,11 +117,6 @@ def _as_os_error(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{name}: {type(error).__name__}: {error}") from error
-
-
-def place_of(where: str) -> BackupPlace:
-    """Place of `checkpoint.backup`. Raises `OSError`."""
-    return UrlPlace(where) if "://" in where else FolderPlace(Path(where))
 
 
 async def keep_backup(run_dir: Path, target: str, trackers: Trackers) -> None:
@@ -176,7 +142,7 @@ def check_backup(run_dir: Path, target: str) -> None:
     """
     key = _public_key(run_dir)
     try:
-        place = place_of(target)
+        place = BackupPlace(target)
         found = manifest_of(place)
         if found is None and not place.names():
             _put_manifest(run_dir, place, BackupManifest(key))
@@ -190,7 +156,7 @@ def check_backup(run_dir: Path, target: str) -> None:
 
 def back_up(run_dir: Path, target: str) -> None:
     """Brings a backup up to date. Raises `OSError` or `sqlite3.Error`, and leaves the backup as it was."""
-    copy_run(run_dir, place_of(target))
+    copy_run(run_dir, BackupPlace(target))
 
 
 def copy_run(run_dir: Path, place: BackupPlace) -> None:
@@ -218,7 +184,7 @@ def restore(source: str, run_dir: Path) -> None:
         raise RunDirError(f"restore: expected a new folder, got {run_dir}, which exists")
     unfinished = run_dir.with_name(f"{run_dir.name}.unfinished")
     try:
-        place = place_of(source)
+        place = BackupPlace(source)
         found = manifest_of(place)
         while found is not None:
             shutil.rmtree(unfinished, ignore_errors=True)

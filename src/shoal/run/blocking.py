@@ -5,9 +5,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import uvloop
@@ -24,25 +24,10 @@ INTERRUPTED = 130
 """Exit status of a process after a stop signal."""
 
 
-@contextmanager
-def bounded_end(end_s: float = END_S) -> Iterator[Callable[[], None]]:
-    """Gives a function that begins the time to end, after which this process ends, and with it its children."""
-
-    def force() -> None:
-        os.write(sys.stderr.fileno(), f"shoal: not ended in {end_s:g} s, so killed; go on with --resume\n".encode())
-        os._exit(INTERRUPTED)
-
-    timer = threading.Timer(end_s, force)
-    timer.daemon = True
-
-    def begin() -> None:
-        if not timer.is_alive() and not timer.finished.is_set():
-            timer.start()
-
-    try:
-        yield begin
-    finally:
-        timer.cancel()
+def _force() -> None:
+    """Ends this process, and with it its children."""
+    os.write(sys.stderr.fileno(), f"shoal: not ended in {END_S:g} s, so killed; go on with --resume\n".encode())
+    os._exit(INTERRUPTED)
 
 
 @asynccontextmanager
@@ -61,38 +46,39 @@ async def _interruptible(coroutine: Coroutine[Any, Any, T]) -> T:
     assert task is not None
     if threading.current_thread() is not threading.main_thread():
         return await coroutine
+    timer = threading.Timer(END_S, _force)
+    timer.daemon = True
 
-    with bounded_end() as begin:
+    def end() -> None:
+        nonlocal stopped
+        if not stopped:
+            stopped = True
+            timer.start()
+            task.cancel()
 
-        def end() -> None:
-            nonlocal stopped
-            if not stopped:
-                stopped = True
-                begin()
-                task.cancel()
+    def begin_to_save(save: Callable[[Callable[[], None]], None]) -> None:
+        loop.call_later(SAVE_S, end)
+        save(end)
 
-        def begin_to_save(save: Callable[[Callable[[], None]], None]) -> None:
-            loop.call_later(SAVE_S, end)
-            save(end)
+    def stop(number: int, frame: object) -> None:
+        nonlocal saving
+        if number == signal.SIGTERM and SAVERS and not saving:
+            saving = True
+            loop.call_soon_threadsafe(begin_to_save, SAVERS[-1])
+        else:
+            loop.call_soon_threadsafe(end)
 
-        def stop(number: int, frame: object) -> None:
-            nonlocal saving
-            if number == signal.SIGTERM and SAVERS and not saving:
-                saving = True
-                loop.call_soon_threadsafe(begin_to_save, SAVERS[-1])
-            else:
-                loop.call_soon_threadsafe(end)
-
-        before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            return await coroutine
-        except asyncio.CancelledError:
-            if not stopped:
-                raise
-            raise KeyboardInterrupt from None
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return await coroutine
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
+        raise KeyboardInterrupt from None
+    finally:
+        timer.cancel()
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -43,50 +43,46 @@ class CheckpointDue:
         self._took_s += seconds
 
 
+@dataclass(slots=True)
 class Checkpoints:
     """Checkpoints of a run. Invariant: a checkpoint is sealed after the log, on disk, has all of its steps."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        trainer: StepTrainer,
-        buffer: Buffer,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config, self.run_dir, self._trainer, self._buffer = config, run_dir, trainer, buffer
-        self._due, self._clock = CheckpointDue(config.checkpoint.every_steps, clock), clock
-        self.saved: int | None = None
-        """The step of saved files that are not sealed yet."""
-        self.newest = -1
-        """The newest step of this process whose files were handed over."""
-        self._archiving: asyncio.Task[None] | None = None
-        self._archived = -1
+    config: Config
+    run_dir: Path
+    trainer: StepTrainer
+    buffer: Buffer
+    clock: Callable[[], float] = time.monotonic
+    saved: int | None = None
+    """The step of saved files that are not sealed yet."""
+    newest: int = -1
+    """The newest step of this process whose files were handed over."""
+    due: CheckpointDue = field(init=False)
+    _archiving: asyncio.Task[None] | None = None
+    _archived: int = -1
 
-    def due_after(self, step: int) -> bool:
-        """Whether a checkpoint is due at the end of a step."""
-        return self._due.after(step)
+    def __post_init__(self) -> None:
+        self.due = CheckpointDue(self.config.checkpoint.every_steps, self.clock)
 
     async def save(self, step: int) -> float:
         """Has the trainer save its state after `step`; returns the trainer's seconds."""
-        began_s = self._clock()
+        began_s = self.clock()
         directory = await asyncio.to_thread(checkpoint.begin, self.run_dir, step)
-        busy_s = await self._trainer.save(directory, later=self._config.checkpoint.asynchronous)
+        busy_s = await self.trainer.save(directory, later=self.config.checkpoint.asynchronous)
         self.saved = self.newest = step
-        self._due.saved(self._clock() - began_s)
+        self.due.saved(self.clock() - began_s)
         return busy_s
 
     async def seal(self, tasks: asyncio.TaskGroup) -> None:
         """Seals the saved files, if there are some, and archives old steps in `tasks`."""
         if self.saved is None:
             return
-        step, self.saved, began_s = self.saved, None, self._clock()
-        if self._config.checkpoint.asynchronous:
-            await self._trainer.finish_save(checkpoint.unfinished(self.run_dir, step))
-        await self._buffer.sync()
-        await asyncio.to_thread(checkpoint.seal, self.run_dir, step, keep=self._config.checkpoint.keep)
+        step, self.saved, began_s = self.saved, None, self.clock()
+        if self.config.checkpoint.asynchronous:
+            await self.trainer.finish_save(checkpoint.unfinished(self.run_dir, step))
+        await self.buffer.sync()
+        await asyncio.to_thread(checkpoint.seal, self.run_dir, step, keep=self.config.checkpoint.keep)
         await self._archive(step, tasks)
-        self._due.sealed(self._clock() - began_s)
+        self.due.sealed(self.clock() - began_s)
 
     async def archived(self) -> None:
         """Waits for the archiving that is under way."""
@@ -95,9 +91,9 @@ class Checkpoints:
 
     async def _archive(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Moves steps that are too old for replay out of the log, `log.keep_steps` or more at a time."""
-        keep = self._config.log.keep_steps
+        keep = self.config.log.keep_steps
         saved = await asyncio.to_thread(checkpoint.checkpoints, self.run_dir)
         through = min(step - keep, saved[0].step)
         if keep and through - self._archived >= keep and (self._archiving is None or self._archiving.done()):
             self._archived = through
-            self._archiving = tasks.create_task(self._buffer.archive(through), name="archiving the log")
+            self._archiving = tasks.create_task(self.buffer.archive(through), name="archiving the log")

@@ -40,28 +40,21 @@ OnEvent: TypeAlias = Callable[[str], None]
 """Callback that gets a sentence about a lost or missing engine."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """Settings that every engine of a run is started with or checked against."""
+@dataclass(slots=True)
+class RunEngines:
+    """The pool of a run's engines, kept full; own processes are resumed or started again."""
 
     prepared: Prepared
-    threads: int
-    """Cores that all engines of this machine have together."""
-    recovered: int = 0
-    """Newest Version of the run so far."""
-    resume: bool = False
-    """Whether the run existed before: unlike a new one, it is there even if its engines never start."""
+    pool: EnginePool
+    on_event: OnEvent
     ask_again_s: float = ASK_AGAIN_S
     """Seconds until a remote engine that could not join is asked again."""
-
-
-@dataclass(slots=True)
-class OwnEngines:
-    """Engine processes of this run, which it may resume or restart."""
-
+    failures: list[str] = field(default_factory=list)
+    """Failures of remote engines missing at the start."""
     running: dict[str, tuple[Child, HttpEngine]] = field(default_factory=dict)
+    """Own engine processes."""
     starting: set[str] = field(default_factory=set)
-    """Engines that are starting, with a separate deadline."""
+    """Own engines that are starting, with a separate deadline."""
 
     async def helped(self) -> list[str]:
         """Resumes paused engines and kills silent ones, which then start again; returns a sentence for each."""
@@ -78,81 +71,6 @@ class OwnEngines:
                 actions.append(f"{name} does not answer and is started again")
         return actions
 
-
-@asynccontextmanager
-async def engines(
-    settings: EngineSettings, on_event: OnEvent, own: OwnEngines, roles: RunServer | None = None
-) -> AsyncIterator[EnginePool]:
-    """Opens the pool once it has all own engines, or one of other hosts; engines also join by `roles`.
-
-    Raises `ChildDied` when an engine cannot be started or kept. Raises `ConfigError` for a remote engine that lacks
-    what is needed, and `EngineUnavailable` when no remote engine answers.
-    """
-    config, model_dir = settings.prepared.config, settings.prepared.model_dir
-    engine, replays = config.engine, config.train.router_replay
-    rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays)
-    at_once = WAVE_SHARE if config.asynchrony.max_staleness else 1.0  # without staleness no engine samples meanwhile
-    pool = EnginePool(initial=model_dir, recovered=settings.recovered, rules=rules, on_event=on_event, at_once=at_once)
-    names = engine.urls or _own_names(engine.count)
-    keeper, first = _Keeper(settings, pool, on_event, own), asyncio.Event()
-
-    @asynccontextmanager
-    async def joined(role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
-        """Entered once an engine serves the newest weights, left once its answers continue elsewhere."""
-        await pool.join(worker.name, PullingEngine(role.url, token=role.token))
-        first.set()
-        try:
-            yield
-        finally:
-            await pool.leave(worker.name)
-
-    keep = keeper.keep_remote if engine.urls else keeper.keep_own
-    ready = [asyncio.Event() for _ in names]
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            keeping = [
-                tasks.create_task(keep(name, event), name=f"keeping {name}")
-                for name, event in zip(names, ready, strict=True)
-            ]
-            if roles is not None:
-                roles.open(EngineRole, joined)
-            for event in ready:
-                await event.wait()
-            if not names:
-                on_event("waiting for: shoal engine join")
-                await first.wait()
-            if not pool.replicas:
-                raise EngineUnavailable("; ".join(keeper.failures))
-            for failure in keeper.failures:
-                on_event(failure)
-            keeping.append(tasks.create_task(pool.watch(), name="watching the engines"))
-            try:
-                yield pool
-            finally:  # before the keepers take leave of engines, which may be stopped
-                if roles is not None:
-                    roles.close(EngineRole)
-                await pool.aclose()
-            for task in keeping:
-                task.cancel()
-    finally:
-        await pool.aclose()
-
-
-def _own_names(count: int) -> list[str]:
-    return ["engine"] if count == 1 else [f"engine-{i}" for i in range(count)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Keeper:
-    """Keeper of a run's engines in the pool."""
-
-    settings: EngineSettings
-    pool: EnginePool
-    on_event: OnEvent
-    own: OwnEngines
-    failures: list[str] = field(default_factory=list)
-    """Failures of remote engines missing at the start."""
-
     async def keep_own(self, name: str, ready: asyncio.Event) -> None:
         """Restarts the engine process whenever it ends. Raises `ChildDied` when it does not stay alive."""
         short_lives = 0
@@ -162,17 +80,16 @@ class _Keeper:
                 how = await self._life(name, ready)
             except ChildDied as error:
                 if not ready.is_set():
-                    advice = "; go on with --resume" if self.settings.resume else ""
-                    raise ChildDied(f"{error}{advice}") from error
+                    raise
                 how = str(error)
             short_lives = short_lives + 1 if time.monotonic() - began_s < SHORT_LIFE_S else 0
             if short_lives == SHORT_LIVES:
-                raise ChildDied(f"{how}; it ended {SHORT_LIVES} times within {SHORT_LIFE_S:g} s, go on with --resume")
+                raise ChildDied(f"{how}; it ended {SHORT_LIVES} times within {SHORT_LIFE_S:g} s")
             self.on_event(how)
 
     async def _life(self, name: str, ready: asyncio.Event) -> str:
         """Runs one process from start to end; returns how it ended."""
-        self.own.starting.add(name)
+        self.starting.add(name)
         async with self._child(name) as child:
             engine = await child.serving(START_TIMEOUT_S)
             ended = asyncio.create_task(child.died(), name=f"{name} process")
@@ -183,16 +100,16 @@ class _Keeper:
                     await asyncio.wait([ended], timeout=GRACE_S)
                     return str(ended.result()) if ended.done() else f"{name}: {error}"
                 ready.set()
-                self.own.starting.discard(name)
-                self.own.running[name] = child, engine
+                self.starting.discard(name)
+                self.running[name] = child, engine
                 return str(await ended)
             finally:
-                self.own.running.pop(name, None)
+                self.running.pop(name, None)
                 ended.cancel()
                 await self.pool.leave(name)
 
     def _child(self, name: str) -> EngineChild:
-        prepared, config = self.settings.prepared, self.settings.prepared.config
+        prepared, config = self.prepared, self.prepared.config
         run_dir = Path(config.run_dir)
         gpus = dict(zip(_own_names(config.engine.count), prepared.devices.engines, strict=False))  # none on the CPU
         return engine_child(
@@ -200,7 +117,7 @@ class _Keeper:
             config.engine,
             config.model,
             max_model_len=prepared.max_model_len,
-            threads=max(1, self.settings.threads // config.engine.count),
+            threads=max(1, prepared.threads.engine // config.engine.count),
             log=run_dir / "logs" / f"{name}.log",
             name=name,
             gpu=gpus.get(name),
@@ -214,7 +131,7 @@ class _Keeper:
         Raises `ConfigError` or `RequestRefused` for an unusable engine at the start; later, other engines serve the
         run.
         """
-        reported, prepared = False, self.settings.prepared
+        reported, prepared = False, self.prepared
         sampling, settings = prepared.sampling, prepared.config.engine
         while True:
             try:
@@ -238,4 +155,76 @@ class _Keeper:
                 reported = True
             finally:
                 ready.set()
-            await asyncio.sleep(self.settings.ask_again_s)
+            await asyncio.sleep(self.ask_again_s)
+
+
+def _own_names(count: int) -> list[str]:
+    return ["engine"] if count == 1 else [f"engine-{i}" for i in range(count)]
+
+
+@asynccontextmanager
+async def engines(
+    prepared: Prepared,
+    on_event: OnEvent,
+    roles: RunServer | None = None,
+    *,
+    recovered: int = 0,
+    ask_again_s: float = ASK_AGAIN_S,
+) -> AsyncIterator[RunEngines]:
+    """Opens the pool once it has all own engines, or one of other hosts; engines also join by `roles`.
+
+    `recovered` is the newest Version of the run so far. Raises `ChildDied` when an engine cannot be started or kept.
+    Raises `ConfigError` for a remote engine that lacks what is needed, and `EngineUnavailable` when no remote engine
+    answers.
+    """
+    config, model_dir = prepared.config, prepared.model_dir
+    engine, replays = config.engine, config.train.router_replay
+    rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays)
+    at_once = WAVE_SHARE if config.asynchrony.max_staleness else 1.0  # without staleness no engine samples meanwhile
+    pool = EnginePool(initial=model_dir, recovered=recovered, rules=rules, on_event=on_event, at_once=at_once)
+    kept, first = RunEngines(prepared, pool, on_event, ask_again_s), asyncio.Event()
+
+    @asynccontextmanager
+    async def joined(role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
+        """Entered once an engine serves the newest weights, left once its answers continue elsewhere."""
+        async with joined_engine(pool, role, worker):
+            first.set()
+            yield
+
+    keep = kept.keep_remote if engine.urls else kept.keep_own
+    ready = {name: asyncio.Event() for name in engine.urls or _own_names(engine.count)}
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            keeping = [tasks.create_task(keep(name, event), name=f"keeping {name}") for name, event in ready.items()]
+            if roles is not None:
+                roles.open(EngineRole, joined)
+            for event in ready.values():
+                await event.wait()
+            if not ready:
+                on_event("waiting for: shoal engine join")
+                await first.wait()
+            if not pool.replicas:
+                raise EngineUnavailable("; ".join(kept.failures))
+            for failure in kept.failures:
+                on_event(failure)
+            keeping.append(tasks.create_task(pool.watch(), name="watching the engines"))
+            try:
+                yield kept
+            finally:  # before the keepers take leave of engines, which may be stopped
+                if roles is not None:
+                    roles.close(EngineRole)
+                await pool.aclose()
+            for task in keeping:
+                task.cancel()
+    finally:
+        await pool.aclose()
+
+
+@asynccontextmanager
+async def joined_engine(pool: EnginePool, role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
+    """Entered once clients sample from an engine of another host, left once others answer its requests."""
+    await pool.join(worker.name, PullingEngine(role.url, token=role.token))
+    try:
+        yield
+    finally:
+        await pool.leave(worker.name)

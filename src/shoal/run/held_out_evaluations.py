@@ -44,26 +44,23 @@ class EvaluationCost:
         )
 
 
+@dataclass(slots=True)
 class HeldOutEvaluations:
     """Evaluations of one run; at most one runs at a time."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        tasks: Sequence[Task],
-        runner: Runner,
-        trackers: Trackers,
-        values: list[Mapping[str, float]],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`values` gets the values of each evaluation; it holds those of earlier processes."""
-        self._config, self._run_dir, self._tasks, self._runner = config, run_dir, tasks, runner
-        self._trackers = trackers
-        self._clock = clock
-        self._running: asyncio.Task[None] | None = None
-        self.cost = EvaluationCost(config.held_out_questions, clock)
-        self._values = values
+    config: Config
+    run_dir: Path
+    tasks: Sequence[Task]
+    runner: Runner
+    trackers: Trackers
+    values: list[Mapping[str, float]]
+    """Values of each evaluation, those of earlier processes included."""
+    clock: Callable[[], float] = time.monotonic
+    cost: EvaluationCost = field(init=False)
+    _running: asyncio.Task[None] | None = None
+
+    def __post_init__(self) -> None:
+        self.cost = EvaluationCost(self.config.held_out_questions, self.clock)
 
     def start(self, steps_done: int, tasks: asyncio.TaskGroup) -> None:
         """Starts an evaluation in `tasks`, unless the one before still runs."""
@@ -77,17 +74,17 @@ class HeldOutEvaluations:
 
     async def run(self, steps_done: int) -> None:
         """Answers the questions, sampled as in training and greedy, and records answers and values."""
-        began_s, first = self._clock(), not self._values
-        evaluated = await evaluation(self._tasks, self._runner, self._config.eval.samples, first=first)
-        self.cost.evaluation_s = self._clock() - began_s
+        began_s, first = self.clock(), not self.values
+        evaluated = await evaluation(self.tasks, self.runner, self.config.eval.samples, first=first)
+        self.cost.evaluation_s = self.clock() - began_s
         answers = [
             HeldOutAnswer.of(steps_done, task, purpose, position, rollout)
             for task, purpose, rollouts in evaluated.rollouts
             for position, rollout in enumerate(rollouts)
         ]
-        await asyncio.to_thread(write_answers, self._run_dir, steps_done, answers)
-        self._values.append(evaluated.values)
-        self._trackers.log_eval(steps_done, evaluated.values)
-        self._trackers.log_answers(steps_done, [one.values for one in evaluated.answers])
+        await asyncio.to_thread(write_answers, self.run_dir, steps_done, answers)
+        self.values.append(evaluated.values)
+        self.trackers.log_eval(steps_done, evaluated.values)
+        self.trackers.log_answers(steps_done, [one.values for one in evaluated.answers])
         if evaluated.failure:
-            self._trackers.log_event("rollout_failed", reason=evaluated.failure)
+            self.trackers.log_event("rollout_failed", reason=evaluated.failure)

@@ -10,6 +10,8 @@ from shoal.reward.service import FULL
 from shoal.trainer.advantage import is_informative
 from shoal.types import FinishReason, Group, Role, Rollout, RolloutStatus
 
+UNINFORMATIVE = "uninformative"
+"""Reason of a group that dynamic sampling drops."""
 STEPS = 20
 """Uninformative steps in a row after which the warning is given; steps whose mean rewards are compared."""
 SHOWN, SHOWN_CHARACTERS = 3, 80

@@ -15,17 +15,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from shoal.interfaces import Swarm
 from shoal.observe.metrics import Trackers
 from shoal.observe.token_files import TokensFiles
 from shoal.run.checkpoints import Checkpoints
-from shoal.run.engine_mismatch import EngineMismatch
-from shoal.run.engine_watch import POLL_S, EngineWatch
+from shoal.run.engine_watch import POLL_S, EngineMismatch, EngineWatch
 from shoal.run.held_out_evaluations import HeldOutEvaluations
 from shoal.run.learning import Collapse, Learning
 from shoal.run.policy import Policy, StepRows
 from shoal.run.result import RunTotals
 from shoal.run.step_metrics import StepMetrics
+from shoal.swarm.node import Node
 from shoal.trainer.advantage import returns_of
 from shoal.trainer.messages import StepStats
 from shoal.types import Group, Task
@@ -38,7 +37,8 @@ class RunParts:
     run_dir: Path
     eval_tasks: Sequence[Task]
     trackers: Trackers
-    swarm: Swarm | None = None
+    node: Node | None = None
+    """Node of a swarm."""
     clock: Callable[[], float] = time.monotonic
     poll_s: float = POLL_S
     """Seconds between looks at the engines."""
@@ -77,7 +77,7 @@ class TrainLoop:
             groups, external = await self._groups(step, tasks)
             await self._step(step, groups, external, new_version=last or (step + 1) % train.push_every == 0)
             await self._seal(tasks)  # of the step before
-            if last or self.checkpoints.due_after(step):
+            if last or self.checkpoints.due.after(step):
                 with self._metrics.waiting("save_s"):
                     self._metrics.busy_s += await self.checkpoints.save(step)
                 if last or not self._config.checkpoint.asynchronous:
@@ -147,8 +147,8 @@ class TrainLoop:
         values = metrics.stepped(version, groups, stats, rows.late_tokens, policy.versions.load_s)
         if policy.teacher is not None:
             values |= policy.teacher.values
-        if self._parts.swarm is not None:
-            values |= self._parts.swarm.stepped(external)
+        if self._parts.node is not None:
+            values |= self._parts.node.stepped(external)
         self._parts.trackers.log(step + 1, values)
         if self._config.train.teacher is None and self.learning.stepped([*groups, *external]):
             self._warn("cannot_learn", step, self.learning.warning)
@@ -179,10 +179,10 @@ class TrainLoop:
 
     async def _external_groups(self, version: int) -> list[Group]:
         """Takes the chosen groups of peers; none without a swarm."""
-        if self._parts.swarm is None:
+        if self._parts.node is None:
             return []
         temperature = self._config.rollout.temperature
-        return await self._parts.swarm.take(version, partial(self.policy.trainer.logprobs, temperature=temperature))
+        return await self._parts.node.take(version, partial(self.policy.trainer.logprobs, temperature=temperature))
 
     async def _compare_engines(self) -> None:
         """Compares what engines of other hosts have sampled with the trainer's logprobs."""

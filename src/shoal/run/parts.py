@@ -7,58 +7,45 @@ A task's runner is the built-in single turn, or an agent that talks to the model
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from shoal.cluster.rank_group import LOST_FOR_GOOD_S, RankGroup
 from shoal.cluster.registry import RewardsRole
 from shoal.config import Config
-from shoal.engine.pool.engine_pool import EnginePool
-from shoal.errors import ChildDied, ModelError
+from shoal.errors import ModelError
 from shoal.experience.buffer import Buffer
-from shoal.experience.log import external_groups, snapshot
 from shoal.gateway.host import Host
-from shoal.interfaces import Engine, Environment, Exchange, Runner, Scorer, Worker
+from shoal.interfaces import Engine, Environment, Runner, Scorer, Worker
 from shoal.model.file_sizes import shapes_of
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.service import BinaryScorer, RewardService
-from shoal.rollout.agents.clients import Agent, agent_of
+from shoal.rollout.agents.clients import Agent
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.mixture_weights import BOUNDS, Adjuster
 from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
-from shoal.run.engines import EngineSettings, OwnEngines, engines
-from shoal.run.join_swarm import joined_peer
-from shoal.run.machine.devices import Threads, gpu_bytes
-from shoal.run.machine.memory import engine_bytes, trainer_mesh
-from shoal.run.machine.mesh import Mesh
-from shoal.run.machine.planner import fitted
-from shoal.run.policy import Policy, PolicyParts
-from shoal.run.prepare import Prepared
+from shoal.run.engines import RunEngines, engines
+from shoal.run.machine.devices import gpu_bytes
+from shoal.run.machine.memory import Mesh, engine_bytes, fitted, trainer_mesh
+from shoal.run.policy import Policy
+from shoal.run.prepare import Prepared, agents_of
 from shoal.run.roles import OnEvent, opened_roles
 from shoal.run.teacher import text_teacher
-from shoal.swarm.node import Node
-from shoal.swarm.trust.limits import SCORE_S
 from shoal.tasks.remote_environment import EnvironmentScorer
 from shoal.tasks.remote_server import TaskServer
 from shoal.trainer.worker import TrainerProcess, local_ranks
-from shoal.types import Reward, Task
 from shoal.weights.store import WeightStore
-
-MOST_REMEMBERED = 16_384
-"""External groups that a resumed run remembers as trained."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweringParts:
     """Running parts that answer tasks and score the answers."""
 
-    engine: EnginePool
-    """All engines as one."""
-    own: OwnEngines
+    engines: RunEngines
     scorer: Scorer
     runner: Runner
     """Runs every task of the run."""
@@ -67,32 +54,25 @@ class AnsweringParts:
 @asynccontextmanager
 async def answering(
     prepared: Prepared,
-    *,
-    scorer: Scorer | None = None,
-    single_turn: type[SingleTurn] = SingleTurn,
-    threads: Threads | None = None,
-    recovered: int | None = None,
-    resume: bool = False,
+    recovered: int = 0,
     on_event: OnEvent = lambda name, **details: None,
     roles: RunServer | None = None,
 ) -> AsyncIterator[AnsweringParts]:
     """Starts scorer and engines, and combines the runners of all tasks over both.
 
-    `scorer` replaces the worker processes, `single_turn` the runner of tasks without an agent. Engines and scorers of
-    other hosts join by `roles`. `recovered` is the newest Version of a run, which engines may serve already; None
-    outside of runs. `resume` says that the run existed before.
+    `recovered` is the newest Version of a run, which engines may serve already. Engines and scorers of other hosts join
+    by `roles`.
     """
-    logs, own = Path(prepared.config.run_dir) / "logs", OwnEngines()
-    settings = EngineSettings(prepared, (threads or Threads()).engine, recovered or 0, resume)
+    scorer = prepared.scorer
     async with AsyncExitStack() as stack:
         if scorer is None:
-            opening = own_scorer(prepared, logs / "reward.log", resumable=recovered is not None, roles=roles)
-            scorer = await stack.enter_async_context(opening)
-        starting = engines(settings, lambda how: on_event("engine_lost", reason=how), own, roles)
-        engine = await stack.enter_async_context(starting)
-        single = single_turn(engine, prepared.renderer, scorer, prepared.sampling)
-        runner = await stack.enter_async_context(playing(prepared, engine, single))
-        yield AnsweringParts(engine, own, scorer, runner)
+            log = Path(prepared.config.run_dir) / "logs" / "reward.log"
+            scorer = await stack.enter_async_context(own_scorer(prepared, log, roles))
+        starting = engines(prepared, lambda how: on_event("engine_lost", reason=how), roles, recovered=recovered)
+        own = await stack.enter_async_context(starting)
+        single = prepared.single_turn(own.pool, prepared.renderer, scorer, prepared.sampling)
+        runner = await stack.enter_async_context(playing(prepared, own.pool, single))
+        yield AnsweringParts(own, scorer, runner)
 
 
 @asynccontextmanager
@@ -100,103 +80,71 @@ async def opened_policy(
     prepared: Prepared,
     buffer: Buffer,
     *,
-    scorer: Scorer | None = None,
-    single_turn: type[SingleTurn] = SingleTurn,
-    threads: Threads | None = None,
-    recovered: int | None = None,
     resume: bool = False,
     on_event: OnEvent = lambda name, **details: None,
     on_stage: Callable[[str], None] = lambda words: None,
 ) -> AsyncIterator[Policy]:
-    """Starts engines, scorer and trainer, and joins them in a policy over a buffer; arguments are `answering`'s.
+    """Starts engines, scorer and trainer, and joins them in a policy over a buffer.
 
-    Files go to `run_dir`, which the buffer has made. `on_stage` gets words for each stage of the start. Raises a
-    `ShoalError`.
+    Files go to `run_dir`, which the buffer has made. `resume` says that the run existed before. `on_stage` gets words
+    for each stage of the start. Raises a `ShoalError`.
     """
-    config, threads = prepared.config, threads or Threads()
+    config, threads = prepared.config, prepared.threads.trainer
     store = WeightStore(Path(config.run_dir) / "weights")
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         roles = await opened(opened_roles(prepared, store, on_event))
-        ranks, mesh, memory = await opened(_ranks(prepared, threads.trainer, roles, shrinks=resume))
-        parts = await opened(
-            answering(
-                prepared,
-                scorer=scorer,
-                single_turn=single_turn,
-                threads=threads,
-                recovered=recovered,
-                resume=resume,
-                on_event=on_event,
-                roles=roles,
-            )
-        )
+        ranks, mesh, memory = await opened(_ranks(prepared, roles, shrinks=resume))
+        parts = await opened(answering(prepared, buffer.recovered.version, on_event, roles))
         on_stage("starting the trainer")
         if memory:
             config = await asyncio.to_thread(_fitting, prepared, mesh, memory, on_stage)
         trainer = TrainerProcess(ranks)
-        await trainer.start(prepared.model_dir, config, threads.trainer)
+        await trainer.start(prepared.model_dir, config, threads)
         teacher = await opened(text_teacher(config.train, prepared.renderer))
         draw = orchestrator(prepared, parts.runner, buffer, on_event).run
-        made = PolicyParts(
-            prepared, parts.engine, trainer, parts.runner, parts.scorer, buffer, store, parts.own, teacher, draw
+        policy = Policy(
+            prepared.config,
+            trainer,
+            teacher,
+            prepared,
+            parts.engines.pool,
+            parts.runner,
+            parts.scorer,
+            buffer,
+            store,
+            parts.engines,
+            draw,
         )
-        yield await opened(aclosing(Policy(made)))
-
-
-@asynccontextmanager
-async def swarm_node(
-    prepared: Prepared, scorer: Scorer, *, apart: bool, exchange: Exchange | None = None
-) -> AsyncIterator[Node | None]:
-    """Opens the node of a run; None outside of swarms. Raises a `ShoalError`.
-
-    The run's log is open by now. `scorer` is the run's. Peers' answers scored `apart` have a worker process of their
-    own, so a hanging answer of a peer delays no answer of the run. An `exchange` replaces that of `swarm.servers`.
-    """
-    config, run_dir = prepared.config, Path(prepared.config.run_dir)
-    if not config.swarm.servers and exchange is None:
-        yield None
-        return
-    async with AsyncExitStack() as stack:
-        services = list(prepared.environments.values())
-        joined = await stack.enter_async_context(joined_peer(config, run_dir, services, exchange))
-        if apart and config.swarm.external_groups:
-            shorter_s = min(config.reward.timeout_s, SCORE_S)
-            reward = config.reward.model_copy(update={"workers": 1, "timeout_s": shorter_s})
-            alone = replace(prepared, config=config.model_copy(update={"reward": reward}))
-            log = run_dir / "logs" / "peers.log"
-            scorer = await stack.enter_async_context(own_scorer(alone, log, resumable=True))
-        with snapshot(run_dir) as connection:
-            trained = external_groups(connection, MOST_REMEMBERED)
-        yield Node(joined, scorer, prepared.renderer, prepared.max_model_len, trained=trained)
+        yield await opened(aclosing(policy))
 
 
 @asynccontextmanager
 async def _ranks(
-    prepared: Prepared, threads: int, roles: RunServer | None, *, shrinks: bool
+    prepared: Prepared, roles: RunServer | None, *, shrinks: bool
 ) -> AsyncIterator[tuple[Sequence[Worker], Mesh, int]]:
     """Starts the ranks of the trainer here, or waits for those of `cluster.trainer`; a resumed run for the hosts left.
 
     Any number of ranks takes the same steps. With them come how they share the weights, and the memory of their
     smallest GPU, 0 on CPUs.
     """
-    train, places = prepared.config.train, prepared.config.cluster.trainer
-
-    def laid_out(memory: int, ranks: int | None = None) -> Mesh:
-        return trainer_mesh(prepared.config, shapes_of(prepared.model_dir), memory, ranks)
-
+    config, gpus, shapes = prepared.config, prepared.devices.ranks, shapes_of(prepared.model_dir)
+    places = config.cluster.trainer
     if places is None or roles is None:
-        log = Path(prepared.config.run_dir) / "logs" / "trainer.log"
-        async with local_ranks(log, threads, train.ranks, prepared.devices.ranks) as own:
-            memory = gpu_bytes() if prepared.devices.ranks else 0
-            yield own, laid_out(memory), memory
+        log = Path(config.run_dir) / "logs" / "trainer.log"
+        async with local_ranks(log, prepared.threads.trainer, config.train.ranks, gpus) as own:
+            memory = gpu_bytes() if gpus else 0
+            yield own, trainer_mesh(config, shapes, memory), memory
         return
     patience_s = LOST_FOR_GOOD_S if shrinks else None
     group = RankGroup(
-        places.ranks, places.gpus or None, patience_s, lambda ranks, memory: laid_out(memory, ranks).per_copy
+        places.ranks,
+        places.gpus or None,
+        patience_s,
+        lambda ranks, memory: trainer_mesh(config, shapes, memory, ranks).per_copy,
     )
     async with group.ranks(roles) as joined:
-        yield joined, laid_out(group.gpu_bytes, len(joined)), group.gpu_bytes
+        yield joined, trainer_mesh(config, shapes, group.gpu_bytes, len(joined)), group.gpu_bytes
 
 
 def _fitting(prepared: Prepared, mesh: Mesh, memory: int, on_stage: Callable[[str], None]) -> Config:
@@ -214,27 +162,14 @@ def _fitting(prepared: Prepared, mesh: Mesh, memory: int, on_stage: Callable[[st
     return config
 
 
-class ResumableRewards(RewardService):
-    """Scorer of a run: when its workers end for good, the run does, with a sentence that tells how to continue."""
-
-    async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer, in order. Raises `ChildDied` when no worker can be started any more."""
-        try:
-            return await super().score(task, answers)
-        except ChildDied as error:
-            raise ChildDied(f"{error}; go on with --resume") from error
-
-
 @asynccontextmanager
-async def own_scorer(
-    prepared: Prepared, log: Path, *, resumable: bool = False, roles: RunServer | None = None
-) -> AsyncIterator[Scorer]:
+async def own_scorer(prepared: Prepared, log: Path, roles: RunServer | None = None) -> AsyncIterator[Scorer]:
     """Starts the scorer of a run's answers; `log` takes its processes' output. Raises `ChildDied`.
 
     Without local workers the run takes scorers that join by `roles`.
     """
     config = prepared.config
-    async with (ResumableRewards if resumable else RewardService)(config.reward, log) as rewards:
+    async with RewardService(config.reward, log) as rewards:
         if roles is not None and rewards.remote is not None:
             roles.open(RewardsRole, partial(_joined_scorer, rewards.remote))
         rewards_of = {one.name: [one.reward] if isinstance(one.reward, str) else one.reward for one in config.tasks}
@@ -259,7 +194,7 @@ async def _joined_scorer(scorer: RemoteScorer, role: RewardsRole, worker: Leased
 @asynccontextmanager
 async def playing(prepared: Prepared, engine: Engine, single_turn: SingleTurn) -> AsyncIterator[Runner]:
     """Combines the runners of all tasks. Sessions are served where workers register, else on loopback."""
-    config, environments, agents = prepared.config, prepared.environments, _agents(prepared.config)
+    config, environments, agents = prepared.config, prepared.environments, agents_of(prepared.config)
     plays: dict[str, Play] = {name: one.rollout for name, one in environments.items() if one.converses}
     if not plays and not agents:
         yield single_turn
@@ -279,15 +214,6 @@ async def playing(prepared: Prepared, engine: Engine, single_turn: SingleTurn) -
                 host, play, single_turn.scorer, sampling, timeout_s=whose.timeout_s, max_at_once=most
             )
         yield Runners(runners, single_turn)
-
-
-def _agents(config: Config) -> dict[str, Agent]:
-    """Agents of tasks that name one."""
-    return {
-        task.name: agent_of(task.agent, f"tasks.{task.name}.agent", task.max_running)
-        for task in config.tasks
-        if task.agent is not None
-    }
 
 
 def _groups_at_once(environment: Environment, agent: Agent | None, speed: int | None, group_size: int) -> int | None:
@@ -315,7 +241,7 @@ def orchestrator(
     ratios, speeds = config.rollout.ratios, {task.name: task.max_running for task in config.tasks}
     bounds = BOUNDS if ratios == "automatic" else None
     hooks = {task.name: hooks_of(task.name, task.reward) for task in config.tasks}
-    agents, size = _agents(config), config.rollout.group_size
+    agents, size = agents_of(config), config.rollout.group_size
     served: TaskServer | None = getattr(prepared.service, "task_server", None)
     drawn = [
         Source(

@@ -17,7 +17,7 @@ from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, ModelError, RunDirError, TaskError, did_you_mean
 from shoal.files import siblings
-from shoal.interfaces import Environment
+from shoal.interfaces import Environment, Scorer
 from shoal.model.adapter_targets import check_targets_of_files
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.file_sizes import shapes_of, sizes_of
@@ -26,10 +26,11 @@ from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.net.listening import listening_socket
 from shoal.observe.trackers import PROMETHEUS, checked_tracker
 from shoal.reward.user_functions import FunctionScorer
-from shoal.rollout.agents.clients import agent_of
+from shoal.rollout.agents.clients import Agent, agent_of
 from shoal.rollout.reward_hooks import hooks_of
+from shoal.rollout.single_turn import SingleTurn
 from shoal.run.blocking import run_blocking
-from shoal.run.machine.devices import Devices, devices_of
+from shoal.run.machine.devices import Devices, Threads, devices_of
 from shoal.run.machine.memory import check_fits
 from shoal.sandbox.runner import strongest
 from shoal.swarm.strategy.choice import sharer_of, taker_of
@@ -59,6 +60,11 @@ class Prepared:
     devices: Devices = field(default_factory=Devices)
     token: str = ""
     """Token of the run, which roles of other processes must have."""
+    threads: Threads = field(default_factory=Threads)
+    scorer: Scorer | None = None
+    """Scorer in place of the worker processes."""
+    single_turn: type[SingleTurn] = SingleTurn
+    """Runner of tasks without an agent."""
 
     @property
     def environments(self) -> Mapping[str, Environment]:
@@ -93,8 +99,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: st
     ready = _loaded(config) if Path(config.model.path).expanduser().is_dir() else None
     for task in config.tasks:
         hooks_of(task.name, task.reward)
-        if task.agent is not None:
-            agent_of(task.agent, f"tasks.{task.name}.agent")
+    agents_of(config)
     with library_of(config, token) as service:
         probed = [service.draw(split, index) for split in Split for index in range(PROBED_TASKS // 2)]
         for environment in service.services:
@@ -217,6 +222,15 @@ def check_run_dir(run_dir: Path, *, resume: bool) -> None:
         os.rmdir(mkdtemp(dir=parent))
     except OSError as error:
         raise RunDirError(f"run_dir {run_dir} cannot be written: {error.strerror}") from None
+
+
+def agents_of(config: Config) -> dict[str, Agent]:
+    """Agents of tasks that name one. Raises `ConfigError`."""
+    return {
+        task.name: agent_of(task.agent, f"tasks.{task.name}.agent", task.max_running)
+        for task in config.tasks
+        if task.agent is not None
+    }
 
 
 async def check_functions(services: Sequence[Environment], answers: int) -> None:

@@ -46,15 +46,15 @@ def run_token(config: Config) -> str:
 
 
 @contextmanager
-def launched(config: Config, on_given_up: Callable[[str], None]) -> Iterator[str]:
-    """Has Ray start the roles of `cluster`, and keep them, within the block; yields the run's token.
+def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> Iterator[None]:
+    """Has Ray start the roles of `cluster`, and keep them, within the block.
 
     Starts nothing without a Ray cluster. `on_given_up` gets a sentence for a role that ends too often. Raises
     `ConfigError` when Ray is not installed.
     """
-    cluster, token = config.cluster, run_token(config)
+    cluster = config.cluster
     if not cluster.address:
-        yield token
+        yield
         return
     if find_spec("ray") is None:
         raise ConfigError("cluster.address: expected the package ray, which 'shoal[cluster]' brings, got none")
@@ -71,7 +71,7 @@ def launched(config: Config, on_given_up: Callable[[str], None]) -> Iterator[str
         rewards=cluster.rewards,
     )
     with started(plan, token, on_given_up):
-        yield token
+        yield
 
 
 @asynccontextmanager

@@ -1,10 +1,8 @@
-"""A run directory is checked, opened with its log and metrics, and gets the configuration of each start."""
+"""Files of a run directory: its configuration at each start, and what is lost with the newest steps of a log."""
 
 import json
-import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
-from functools import partial
+from collections.abc import Callable
+from contextlib import closing
 from math import ceil
 from pathlib import Path
 from typing import TypeAlias
@@ -15,7 +13,7 @@ from shoal.errors import ConfigError, LogBehind, RunDirError
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta
 from shoal.files import replaced
-from shoal.observe.metrics import JsonlTracker, Record, Trackers, number, records_in, trackers_of
+from shoal.observe.metrics import JsonlTracker, Record, number, records_in
 from shoal.plugins import source_hash
 
 QUEUED_GROUPS = 1.25  # times the groups that fill the engine: it must never wait for the next
@@ -41,40 +39,6 @@ def run_meta(config: Config) -> RunMeta:
         push_every=config.train.push_every,
         own_code=" ".join(f"{name}@{source_hash(field, name)}" for field, name in own_mathematics(config).items()),
     )
-
-
-@asynccontextmanager
-async def opened_run(
-    config: Config, listeners: Sequence[Listener], *, resume: bool
-) -> AsyncIterator[tuple[Buffer, Trackers]]:
-    """Opens the log and the metrics of a run.
-
-    A new run that fails before its first group is removed. Only the process with the open log may do so: any other
-    might remove a run in progress.
-    """
-    run_dir = Path(config.run_dir)
-    buffer = open_buffer(run_dir, run_meta(config), max_running=groups_at_once(config), resume=resume)
-    async with AsyncExitStack() as stack:
-        stack.push_async_callback(buffer.close)
-        try:
-            changed = changed_settings(config, run_dir)
-            lost = forget_lost_steps(run_dir, buffer.recovered.first_step) if resume else 0
-            write_resolved(config, run_dir)
-            with closing(trackers_of(config.metrics, run_dir, listeners)) as trackers:
-                stack.callback(buffer.on_locked, lambda locked: None)
-                buffer.on_locked(partial(_report_lock, trackers))
-                if lost:
-                    reason = f"the log lacks {lost} steps that metrics.jsonl had; they are trained anew"
-                    trackers.log_event("steps_lost", reason=reason)
-                if changed:
-                    trackers.log_event("settings_changed", settings=", ".join(changed))
-                if trackers.prometheus_port is not None:
-                    trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
-                yield buffer, trackers
-        except BaseException:
-            if not resume and not any(counts.started for counts in buffer.counts.values()):
-                shutil.rmtree(run_dir, ignore_errors=True)
-            raise
 
 
 def open_buffer(run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool) -> Buffer:
@@ -116,14 +80,6 @@ def groups_at_once(config: Config) -> int:
     """Groups that fill the engine, and a few more."""
     sequences = config.engine.max_running * (len(config.engine.urls) or config.engine.count or 1)
     return max(ceil(QUEUED_GROUPS * sequences / config.rollout.group_size), 1)
-
-
-def _report_lock(trackers: Trackers, locked: bool) -> None:
-    """Reports that another program's write holds the run up, and later that the run continues."""
-    if locked:
-        trackers.log_event("log_locked", reason="another program writes log.sqlite; the run goes on when it is done")
-    else:
-        trackers.log_event("log_unlocked")
 
 
 def changed_settings(config: Config, run_dir: Path) -> list[str]:

@@ -48,7 +48,7 @@ async def watch_progress(
         standstills += 1
         fruitless = 0 if helped else fruitless + 1
         if fruitless == FRUITLESS or standstills == STANDSTILLS:
-            raise StoodStill(f"nothing has moved for {still_s:.0f} s; {what}; go on with --resume")
+            raise StoodStill(f"nothing has moved for {still_s:.0f} s; {what}")
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from math import inf
 from statistics import fmean
@@ -12,9 +12,8 @@ from statistics import fmean
 from shoal.experience.buffer import STALE, Buffer
 from shoal.interfaces import Scorer
 from shoal.reward.service import FULL, BinaryScorer, RewardService
-from shoal.run.dynamic_sampling import UNINFORMATIVE
 from shoal.run.engine_watch import EngineWatch
-from shoal.run.learning import was_cut
+from shoal.run.learning import UNINFORMATIVE, was_cut
 from shoal.run.result import RunTotals
 from shoal.tasks.remote_environment import EnvironmentScorer
 from shoal.trainer.advantage import is_informative
@@ -25,44 +24,43 @@ RATIO_BINS = [f"{low:g}-{high:g}" for low, high in pairwise((0.0, *RATIO_BOUNDS,
 WAITS = ("groups_wait_s", "train_s", "write_s", "save_s")
 
 
+@dataclass(slots=True)
 class StepMetrics:
     """Metrics of the step under way; adds each step to the run's totals."""
 
-    def __init__(
-        self,
-        buffer: Buffer,
-        scorer: Scorer,
-        watch: EngineWatch,
-        returns: Callable[[Rollout], list[float]],
-        totals: RunTotals,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._buffer, self._scorer, self._watch, self._returns = buffer, scorer, watch, returns
-        self.totals, self._clock = totals, clock
-        self.busy_s = 0.0
-        """Seconds in which the trainer computed."""
-        self._waited_s: dict[str, float] = defaultdict(float)
-        self._began_s = self._clock()
-        self._lost = _lost_groups(buffer)
+    buffer: Buffer
+    scorer: Scorer
+    watch: EngineWatch
+    returns: Callable[[Rollout], list[float]]
+    totals: RunTotals
+    clock: Callable[[], float] = time.monotonic
+    busy_s: float = 0.0
+    """Seconds in which the trainer computed."""
+    _waited_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _began_s: float = field(init=False)
+    _lost: dict[str, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._began_s, self._lost = self.clock(), _lost_groups(self.buffer)
 
     def begin(self) -> None:
         """Begins the next step now."""
-        self.busy_s, self._began_s = 0.0, self._clock()
+        self.busy_s, self._began_s = 0.0, self.clock()
         self._waited_s.clear()
-        self._watch.clear()
+        self.watch.clear()
 
     @contextmanager
     def waiting(self, name: str) -> Iterator[None]:
         """Counts the seconds of a block under one of `WAITS`."""
-        began_s = self._clock()
+        began_s = self.clock()
         yield
-        self._waited_s[name] += self._clock() - began_s
+        self._waited_s[name] += self.clock() - began_s
 
     def stepped(
         self, version: int, groups: Sequence[Group], stats: StepStats, late_tokens: Counter[str], load_s: float
     ) -> dict[str, float]:
         """Metrics of the step that ends now, on own groups. Rates and shares cover the time since the step before."""
-        elapsed_s = self._clock() - self._began_s
+        elapsed_s = self.clock() - self._began_s
         finished = [rollout for group in groups for rollout in group.finished]
         staleness = [version - group.oldest_version for group in groups]
         reward = fmean(rollout.reward.value for rollout in finished)
@@ -70,7 +68,7 @@ class StepMetrics:
         totals.samples += len(finished)
         totals.staleness_max = max(totals.staleness_max, *staleness)
         totals.rewards.append(reward)
-        lost_before, self._lost = self._lost, _lost_groups(self._buffer)
+        lost_before, self._lost = self._lost, _lost_groups(self.buffer)
         values = {
             "version": version,
             "reward": reward,
@@ -80,20 +78,20 @@ class StepMetrics:
             "tokens_per_s": sum(rollout.sampled_tokens for rollout in finished) / elapsed_s,
             "samples_per_s": len(finished) / elapsed_s,
             "step_s": elapsed_s,
-            "engine_busy": self._watch.busy_share,
+            "engine_busy": self.watch.busy_share,
             "trainer_busy": min(1.0, self.busy_s / elapsed_s),
             **{f"staleness/{k}": staleness.count(k) for k in range(totals.staleness_max + 1)},
             **stats_values(stats),
-            "informative_share": fmean(is_informative(group, self._returns) for group in groups),
+            "informative_share": fmean(is_informative(group, self.returns) for group in groups),
             "length_mean": fmean(rollout.sampled_tokens for rollout in finished),
             "late_tokens": late_tokens.total(),
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "cut_share": fmean(was_cut(rollout) for rollout in finished),
-            "waiting": self._buffer.waiting,
+            "waiting": self.buffer.waiting,
             **{name: self._waited_s[name] for name in WAITS},
             "load_s": load_s,
-            "gate_closed": self._watch.held_back_share,
-            **_scorer_values(self._scorer),
+            "gate_closed": self.watch.held_back_share,
+            **_scorer_values(self.scorer),
             **{name: count - lost_before.get(name, 0) for name, count in self._lost.items()},
         }
         self.begin()

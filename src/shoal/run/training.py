@@ -8,47 +8,60 @@ names it; `--resume` continues from the log.
 """
 
 import asyncio
+import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
 from shoal.config import Config
 from shoal.config.credentials import refuse_masked
 from shoal.errors import ChildDied, ConfigError, WorkerLost
+from shoal.experience import checkpoint
+from shoal.experience.buffer import Buffer
+from shoal.experience.log import external_groups, snapshot
+from shoal.experience.schema import StepRecord
 from shoal.interfaces import Exchange, Scorer, Worker
 from shoal.net.process import cores
-from shoal.observe.metrics import read_records, stage
+from shoal.observe.metrics import Trackers, read_records, stage, trackers_of
 from shoal.rollout.comparison import certified
 from shoal.rollout.constant_answers import paid_constants
 from shoal.rollout.evaluation import held_out_tasks
-from shoal.rollout.single_turn import SingleTurn
 from shoal.run.backup import back_up, check_backup, keep_backup
 from shoal.run.blocking import run_blocking, saved_at_stop
-from shoal.run.engine_mismatch import differences
-from shoal.run.join_swarm import report_connection
+from shoal.run.engine_watch import differences
+from shoal.run.join_swarm import joined_peer, report_connection
 from shoal.run.loop import RunParts, TrainLoop
-from shoal.run.machine.devices import Threads
-from shoal.run.parts import opened_policy, swarm_node
-from shoal.run.policy import Policy
+from shoal.run.parts import opened_policy, own_scorer
+from shoal.run.policy import PARITY_BOUND_NATS, Policy
 from shoal.run.prepare import Prepared, check_start, prepare
-from shoal.run.recovery import recover
 from shoal.run.result import Result, RunTotals
-from shoal.run.roles import launched
-from shoal.run.run_dir import Listener, opened_run
+from shoal.run.roles import launched, run_token
+from shoal.run.run_dir import (
+    Listener,
+    changed_settings,
+    forget_lost_steps,
+    groups_at_once,
+    open_buffer,
+    run_meta,
+    write_resolved,
+)
 from shoal.run.standstill import report_waits, watch_progress
-from shoal.run.versions import PARITY_BOUND_NATS
 from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
+from shoal.swarm.trust.limits import SCORE_S
 from shoal.types import Sampling, Split
-from shoal.weights.store import ADAPTER_FILE, FILE, write_model
 
 PARITY_TOKENS = 24
 MOST_RANK_GROUPS = 16
 """Groups of ranks that a run may lose in an hour; it goes on from its log with the next one."""
 HOUR_S = 3600.0
+MOST_REMEMBERED = 16_384
+"""External groups that a resumed run remembers as trained."""
 
 
 class LostGroups:
@@ -84,11 +97,14 @@ def run_training(config: Config, *, resume: bool = False, listeners: Sequence[Li
             listener(stage(words))
 
     show("checking model, tasks and rewards")
-    lost = LostGroups()
-    with launched(config, show) as token:
+    lost, token, is_launched = LostGroups(), run_token(config), False
+    with ExitStack() as roles:
         while True:
             try:
                 with prepare(config, token=token) as prepared:
+                    if not is_launched:  # roles of Ray stay while groups of ranks come and go
+                        roles.enter_context(launched(config, token, show))
+                        is_launched = True
                     return run_blocking(train(prepared, resume=resume, listeners=listeners))
             except* WorkerLost:
                 if not lost.may_go_on():
@@ -101,14 +117,11 @@ async def train(
     *,
     resume: bool = False,
     listeners: Sequence[Listener] = (),
-    scorer: Scorer | None = None,
-    single_turn: type[SingleTurn] = SingleTurn,
-    threads: Threads | None = None,
     exchange: Exchange | None = None,
 ) -> Result:
     """Trains to the configured number of steps and evaluates before and after.
 
-    `scorer` replaces the worker processes, `single_turn` the runner of tasks, and `exchange` the swarm's servers.
+    An `exchange` replaces the swarm's servers.
     """
     config, run_dir = prepared.config, Path(prepared.config.run_dir)
     async with AsyncExitStack() as stack:
@@ -119,24 +132,80 @@ async def train(
         trackers.stage("starting engines and reward workers")
         if config.checkpoint.backup:
             await asyncio.to_thread(check_backup, run_dir, config.checkpoint.backup)
-        policy = await opened(
-            opened_policy(
-                prepared,
-                buffer,
-                scorer=scorer,
-                single_turn=single_turn,
-                threads=threads,
-                recovered=buffer.recovered.version,
-                resume=resume,
-                on_event=trackers.log_event,
-                on_stage=trackers.stage,
-            )
-        )
+        on_event, on_stage = trackers.log_event, trackers.stage
+        policy = await opened(opened_policy(prepared, buffer, resume=resume, on_event=on_event, on_stage=on_stage))
         eval_tasks, few = held_out_tasks(prepared.service, config.held_out_questions)
         if few:
             trackers.log_event("few_questions", reason=few)
-        node = await opened(swarm_node(prepared, policy.scorer, apart=scorer is None, exchange=exchange))
+        node = await opened(swarm_node(prepared, policy.scorer, exchange))
         return await _run(policy, RunParts(run_dir, eval_tasks, trackers, node))
+
+
+@asynccontextmanager
+async def opened_run(
+    config: Config, listeners: Sequence[Listener], *, resume: bool
+) -> AsyncIterator[tuple[Buffer, Trackers]]:
+    """Opens the log and the metrics of a run.
+
+    A new run that fails before its first group is removed. Only the process with the open log may do so: any other
+    might remove a run in progress.
+    """
+    run_dir = Path(config.run_dir)
+    buffer = open_buffer(run_dir, run_meta(config), max_running=groups_at_once(config), resume=resume)
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(buffer.close)
+        try:
+            changed = changed_settings(config, run_dir)
+            lost = forget_lost_steps(run_dir, buffer.recovered.first_step) if resume else 0
+            write_resolved(config, run_dir)
+            with closing(trackers_of(config.metrics, run_dir, listeners)) as trackers:
+                stack.callback(buffer.on_locked, lambda locked: None)
+                buffer.on_locked(partial(_report_lock, trackers))
+                if lost:
+                    reason = f"the log lacks {lost} steps that metrics.jsonl had; they are trained anew"
+                    trackers.log_event("steps_lost", reason=reason)
+                if changed:
+                    trackers.log_event("settings_changed", settings=", ".join(changed))
+                if trackers.prometheus_port is not None:
+                    trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
+                yield buffer, trackers
+        except BaseException:
+            if not resume and not any(counts.started for counts in buffer.counts.values()):
+                shutil.rmtree(run_dir, ignore_errors=True)
+            raise
+
+
+def _report_lock(trackers: Trackers, locked: bool) -> None:
+    """Reports that another program's write holds the run up, and later that the run continues."""
+    if locked:
+        trackers.log_event("log_locked", reason="another program writes log.sqlite; the run goes on when it is done")
+    else:
+        trackers.log_event("log_unlocked")
+
+
+@asynccontextmanager
+async def swarm_node(prepared: Prepared, scorer: Scorer, exchange: Exchange | None) -> AsyncIterator[Node | None]:
+    """Opens the node of a run; None outside of swarms. Raises a `ShoalError`.
+
+    The run's log is open by now. `scorer` is the run's. Peers' answers are scored in a separate worker process, so a
+    hanging answer of a peer delays no answer of the run. An `exchange` replaces that of `swarm.servers`.
+    """
+    config, run_dir = prepared.config, Path(prepared.config.run_dir)
+    if not config.swarm.servers and exchange is None:
+        yield None
+        return
+    async with AsyncExitStack() as stack:
+        services = list(prepared.environments.values())
+        joined = await stack.enter_async_context(joined_peer(config, run_dir, services, exchange))
+        if prepared.scorer is None and config.swarm.external_groups:
+            shorter_s = min(config.reward.timeout_s, SCORE_S)
+            reward = config.reward.model_copy(update={"workers": 1, "timeout_s": shorter_s})
+            alone = replace(prepared, config=config.model_copy(update={"reward": reward}))
+            log = run_dir / "logs" / "peers.log"
+            scorer = await stack.enter_async_context(own_scorer(alone, log))
+        with snapshot(run_dir) as connection:
+            trained = external_groups(connection, MOST_REMEMBERED)
+        yield Node(joined, scorer, prepared.renderer, prepared.max_model_len, trained=trained)
 
 
 async def _run(policy: Policy, parts: RunParts) -> Result:
@@ -161,12 +230,7 @@ async def _run(policy: Policy, parts: RunParts) -> Result:
     await loop.evaluations.run(first_step)
     with report_waits():
         trained_s = await train_and_evaluate(policy, parts, loop)
-    newest = max((parts.run_dir / "weights").glob("v*[0-9]"), key=lambda path: int(path.name[1:]))
-    write_model(prepared.model_dir, newest, parts.run_dir)
-    if config.train.lora.rank:  # a Version has either; in one folder, transformers would add the adapter again
-        other = Path("model", FILE) if prepared.version_file == ADAPTER_FILE else Path("adapter", ADAPTER_FILE)
-        (parts.run_dir / other.parent).mkdir(exist_ok=True)
-        await policy.trainer.write_version(parts.run_dir / other, push=False)
+    await policy.write_model(prepared.model_dir, parts.run_dir / "model", parts.run_dir / "adapter")
     if backup := config.checkpoint.backup:
         await asyncio.to_thread(back_up, parts.run_dir, backup)
     improvement = await asyncio.to_thread(certified, parts.run_dir)
@@ -211,16 +275,15 @@ async def train_and_evaluate(policy: Policy, parts: RunParts, loop: TrainLoop) -
         "loading versions": policy.versions.keep_loaded(),
         "watching the engine": loop.watch.run(),
         "watching for standstills": watch_progress(
-            progress, policy.own_engines.helped, stood_still, config.stall_s + config.swarm.wait_s
+            progress, policy.engines.helped, stood_still, config.stall_s + config.swarm.wait_s
         ),
     }
     if backup := config.checkpoint.backup:
         background["backup"] = keep_backup(parts.run_dir, backup, parts.trackers)
-    if parts.swarm is not None:
-        policy.buffer.on_finished = parts.swarm.offer
-        background["swarm"] = parts.swarm.run()
-        if isinstance(parts.swarm, Node):
-            background["watching the swarm"] = report_connection(parts.swarm, parts.trackers.log_event)
+    if parts.node is not None:
+        policy.buffer.on_finished = parts.node.offer
+        background["swarm"] = parts.node.run()
+        background["watching the swarm"] = report_connection(parts.node, parts.trackers.log_event)
     async with asyncio.TaskGroup() as tasks, saved_at_stop(loop.stop):
         running = {name: tasks.create_task(part, name=name) for name, part in background.items()}
         await loop.run(tasks)
@@ -263,3 +326,37 @@ async def logprob_mismatch(policy: Policy, *, same_weights: bool = True) -> floa
         departs = f"its logprobs differ from the trainer's by {nats:.2e} nats per token, expected at most {bound:.0e}"
         policy.engine.judge(name, departs if not nats <= bound else "")
     return fmean(fine or [0.0])
+
+
+async def recover(policy: Policy, run_dir: Path, trackers: Trackers) -> None:
+    """Loads the newest intact checkpoint and repeats every recorded step after it; engines get the newest Version."""
+    recovered, damages = policy.buffer.recovered, list[str]()
+    saved = await asyncio.to_thread(checkpoint.intact, run_dir, damages.append)
+    for damage in damages:
+        trackers.log_event("checkpoint_damaged", reason=damage)
+    if saved is not None:
+        await policy.trainer.load(saved.path)
+    # Versions that an ended run left: a resume needs no more disk than a run.
+    await asyncio.to_thread(policy.versions.store.keep_only, recovered.version)
+    for record in await policy.buffer.steps_after(saved.step if saved else -1):
+        if not await _replay(policy, record):
+            trackers.log_event("replay_not_exact", step=record.step + 1)
+    if recovered.version > 0:
+        await policy.versions.recover(recovered.version)
+        counts = {"waiting": float(recovered.waiting), "interrupted": float(recovered.interrupted)}
+        trackers.log_event("resumed", step=recovered.first_step, **counts)
+
+
+async def _replay(policy: Policy, record: StepRecord) -> bool:
+    """Repeats a step that the checkpoint lacks, on the same groups, with a new Version if it had one.
+
+    False when the log has other weights of the step.
+
+    Only the weights that engines will load are written: each Version in turn would fill the disk.
+    """
+    stats = await policy.repeat(record, await policy.buffer.groups_of(record.step))
+    if record.version_after == policy.buffer.recovered.version != record.version:
+        await policy.versions.write(record.version_after)
+    elif record.version_after != record.version:
+        await policy.trainer.write_version(None)
+    return await policy.buffer.record_weights(record.step, stats.weights)

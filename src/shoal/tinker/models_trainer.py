@@ -33,8 +33,8 @@ Trainers: TypeAlias = Callable[[], AbstractAsyncContextManager[TrainerProcess]]
 
 @asynccontextmanager
 async def _local_trainer(log: Path, threads: int) -> AsyncIterator[TrainerProcess]:
-    async with local_ranks(log, threads, advice="") as ranks:
-        yield TrainerProcess(ranks, advice="")
+    async with local_ranks(log, threads) as ranks:
+        yield TrainerProcess(ranks)
 
 
 @dataclass(frozen=True)

@@ -69,15 +69,14 @@ if TYPE_CHECKING:
     from shoal.trainer.trainer import Trainer
 
 V = TypeVar("V", StepStats, Logprobs, float)
-ADVICE = "go on with --resume"
 
 
 @asynccontextmanager
 async def local_ranks(
-    log: Path, threads: int, count: int = 1, gpus: Sequence[str] = (), advice: str = ADVICE
+    log: Path, threads: int, count: int = 1, gpus: Sequence[str] = ()
 ) -> AsyncIterator[Sequence[Child]]:
     """Starts the ranks of a trainer on this machine; each has its share of the threads, and its GPU where there are
-    some. `advice` ends the error about the death of a rank."""
+    some."""
     master = f"127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack:
         ranks = []
@@ -88,7 +87,7 @@ async def local_ranks(
             environment = torch_environment(max(1, threads // count), gpus[index : index + 1], gathers=count > 1)
             kind = GroupedRank if count > 1 else Child
             env = environment | flight_recorder(log.parent)
-            child = kind(name, "shoal.trainer.worker", where, file, env, advice=advice)
+            child = kind(name, "shoal.trainer.worker", where, file, env)
             ranks.append(await stack.enter_async_context(child))
         yield ranks
 
@@ -140,10 +139,9 @@ class TrainerProcess:
     Methods raise `TrainerError`, or `ChildDied` when a rank is gone.
     """
 
-    def __init__(self, ranks: Sequence[Worker], *, timeout_s: float = ANSWER_TIMEOUT_S, advice: str = ADVICE) -> None:
-        """`timeout_s` bounds each answer; after it the trainer counts as gone, with `advice` for the user."""
-        self.ranks, self._advice = ranks, advice
-        self._timeout_s = timeout_s
+    def __init__(self, ranks: Sequence[Worker], *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
+        """`timeout_s` bounds each answer; after it the trainer counts as gone."""
+        self.ranks, self._timeout_s = ranks, timeout_s
         self._packer = Packer(TrainConfig(), 1)
 
     async def start(self, model_dir: Path, config: Config, threads: int) -> None:
@@ -241,8 +239,7 @@ class TrainerProcess:
             return answer_from(await rank.call(frame, self._timeout_s, concurrent=concurrent, **folders))
         except TimeoutError:
             name = type(request).__name__
-            why = f"the trainer process has not answered {name} for {self._timeout_s:g} s"
-            raise ChildDied("; ".join(filter(None, (why, self._advice)))) from None
+            raise ChildDied(f"the trainer process has not answered {name} for {self._timeout_s:g} s") from None
 
 
 def _placed(request: Request, rank: Worker) -> tuple[Request, dict[str, Path]]:

@@ -103,21 +103,3 @@ class WeightStore:
 def _name_in(directory: Path) -> str:
     """Name of the file with a Version's tensors: a whole model's folder may have its adapter too."""
     return ADAPTER_FILE if (directory / ADAPTER_FILE).is_file() and not (directory / FILE).is_file() else FILE
-
-
-def write_model(model_dir: Path, weights: Path, run_dir: Path) -> None:
-    """Writes the trained model as a Hugging Face directory: the original's settings and tokenizer, new weights.
-
-    `weights` is the folder of a Version, with merged weights or an adapter. An adapter goes to `adapter/`, and the
-    trainer writes the other form afterwards. Raises `RunDirError`.
-    """
-    target = run_dir / "model"
-    try:
-        shutil.copytree(model_dir, target, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors*"))
-        if (weights / FILE).is_file():
-            shutil.copyfile(weights / FILE, target / FILE)
-        for file in weights.glob("adapter_*"):
-            (run_dir / "adapter").mkdir(exist_ok=True)
-            shutil.copyfile(file, run_dir / "adapter" / file.name)
-    except OSError as error:
-        raise RunDirError(f"{target} cannot be written: {error}; free space, then --resume") from error

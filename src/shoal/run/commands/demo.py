@@ -6,33 +6,23 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from shoal.config import Config, parse
+from shoal.config import Config, load, parse
 from shoal.model.made_models import cache_directory
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.observe.report import write_report
-from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
+from shoal.run.commands.starters import starter_folder
+from shoal.run.demo_model.warm_start import demo_model
 
 LARGEST_TERM = 20
 
 
 def demo_config(run_dir: Path | None, seed: int, overrides: Sequence[str] = ()) -> Config:
-    """Builds the demo's configuration. Raises `ConfigError`."""
+    """Builds the demo's configuration: that of the starter `first`, trained for longer. Raises `ConfigError`."""
     folder = run_dir or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    return parse(
-        {
-            "run_dir": str(folder),
-            "seed": seed,
-            "tasks": [DEMO_TASK],
-            "rollout": {"group_size": 8, "max_tokens": 12},
-            "engine": {"max_running": 128, "gpus": "shared"},
-            "asynchrony": {"max_staleness": 2},
-            "train": {"steps": 400, "groups_per_step": 8, "lr": 3e-4, "warmup_steps": 5},
-            "eval": {"every_steps": 50, "questions": 256},
-            "checkpoint": {"every_steps": 50},
-        },
-        overrides,
-    )
+    longer = ["train.steps=400", "eval.questions=256", "engine.gpus=shared", "checkpoint.every_steps=50"]
+    named = [f"run_dir={json.dumps(str(folder))}", f"seed={seed}"]
+    return load(starter_folder("first") / "run.toml", [*named, *longer, *overrides])
 
 
 def sums(largest: int) -> Iterator[dict[str, str]]:

@@ -16,8 +16,7 @@ from shoal.interfaces import Environment
 from shoal.model.file_sizes import shapes_of
 from shoal.run.blocking import run_blocking
 from shoal.run.machine.devices import gpu_bytes
-from shoal.run.machine.memory import engine_bytes, trainer_mesh
-from shoal.run.machine.planner import fitted, memory_of_gpu
+from shoal.run.machine.memory import engine_bytes, fitted, memory_of_gpu, trainer_mesh
 from shoal.run.prepare import Prepared, check_start, prepare
 from shoal.run.run_dir import own_mathematics
 from shoal.trainer.advantage import own_advantage

@@ -3,12 +3,18 @@
 The rows of one conversation are one per assistant's turn, each with the whole conversation before it as its prompt.
 The trainer computes common beginnings once, so this costs no more than one row, and every turn is rendered as the model
 will see it. Order and steps depend on the seed alone: a resumed stage continues from its checkpoint as if never ended.
+
+Stages of one configuration run in order, and each begins with the model of the previous stage:
+
+<run_dir>/stages/0-sft/            a stage's own run directory, with its model
+<run_dir>/stages/0-sft/done.json   its figures, once it has ended
 """
 
 import asyncio
 import json
 import math
 import random
+import shutil
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from dataclasses import replace
@@ -24,18 +30,19 @@ from shoal.config import Config, EngineConfig
 from shoal.config.training import DPOLoss, foreign_setting
 from shoal.errors import ConfigError, TaskError
 from shoal.experience import checkpoint
+from shoal.files import replaced
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer
-from shoal.net.chat import Call
+from shoal.net.chat import ChatReply
 from shoal.observe.metrics import trackers_of
 from shoal.run.machine.devices import Threads, devices_of
-from shoal.run.prepare import model_directory
+from shoal.run.policy import Steps
+from shoal.run.prepare import check_run_dir, model_directory
 from shoal.run.run_dir import write_resolved
 from shoal.tasks.jsonl import rows_of
 from shoal.tasks.library import held_out
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Json, Message, Role, Sample, seed_for
-from shoal.weights.store import ADAPTER_FILE, FILE, write_model
 
 Rows: TypeAlias = tuple[Sample, ...]
 """Rows of one conversation, or the preferred answer's row and the other's."""
@@ -45,14 +52,11 @@ Placed: TypeAlias = tuple[dict[str, Json], str]
 """A row of the file, and where it is."""
 
 
-class _Said(msgspec.Struct):
-    """Message in OpenAI's form."""
+class _Said(ChatReply, kw_only=True):
+    """Message of any role in OpenAI's form."""
 
     role: Role
-    content: str | None = None
-    tool_calls: list[Call] = []
     tool_call_id: str = ""
-    reasoning_content: str = ""
 
 
 def run_supervised(config: Config, data: Path, *, resume: bool = False) -> dict[str, object]:
@@ -102,12 +106,7 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
             if step + 1 == train.steps or (step + 1) % config.checkpoint.every_steps == 0:
                 await trainer.save(await asyncio.to_thread(checkpoint.begin, run_dir, step))
                 await asyncio.to_thread(checkpoint.seal, run_dir, step, keep=config.checkpoint.keep)
-        weights = run_dir / "weights"
-        weights.mkdir(exist_ok=True)
-        await trainer.write_version(weights / FILE)
-        if train.lora.rank:
-            await trainer.write_version(weights / ADAPTER_FILE, push=False)
-        await asyncio.to_thread(write_model, model_dir, weights, run_dir)
+        await Steps(config, trainer, None).write_model(model_dir, run_dir / "model", run_dir / "adapter")
     tenth = max(1, len(losses) // 10)
     means = {"loss_first": fmean(losses[:tenth] or [0.0]), "loss_last": fmean(losses[-tenth:] or [0.0])}
     return {**means, "steps": train.steps, "rows": len(lessons), "run_dir": str(run_dir)}
@@ -163,16 +162,7 @@ def _messages(row: dict[str, Json], name: str, where: str) -> list[Message]:
         said = msgspec.convert(row.get(name), list[_Said])
     except msgspec.ValidationError as error:
         raise TaskError(f"{where}: {name}: {error}") from None
-    return [
-        Message(
-            one.role,
-            one.content or "",
-            tuple(call.tool_call for call in one.tool_calls),
-            one.tool_call_id,
-            one.reasoning_content,
-        )
-        for one in said
-    ]
+    return [replace(one.message, role=one.role, tool_call_id=one.tool_call_id) for one in said]
 
 
 def _taught(renderer: ChatRenderer, messages: Sequence[Message], tools: str, where: str) -> Sample:
@@ -246,3 +236,41 @@ async def _preferred(
         "margin": fmean(margins),
         "preferred": preferred,
     }
+
+
+DONE = "done.json"
+
+
+def run_stages(config: Config, *, resume: bool = False) -> dict[str, object]:
+    """Runs the stages that have not ended yet; returns the figures of all. Raises a `ShoalError`."""
+    if not resume:
+        check_run_dir(Path(config.run_dir), resume=False)
+    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
+    write_resolved(config, Path(config.run_dir))
+    figures: dict[str, object] = {}
+    model = config.model
+    for index, stage in enumerate(config.stages):
+        settings = config.stage(index).model_copy(update={"model": model})
+        run_dir = Path(settings.run_dir)
+        if not (run_dir / DONE).is_file():
+            _write(run_dir / DONE, _run(settings, stage.data, resume=resume))
+        figures[run_dir.name] = json.loads((run_dir / DONE).read_text())
+        model = model.model_copy(update={"path": str(run_dir / "model")})
+    return {**figures, "model": model.path, "run_dir": config.run_dir}
+
+
+def _run(config: Config, data: str | None, *, resume: bool) -> dict[str, object]:
+    run_dir = Path(config.run_dir)
+    if data is not None:
+        return run_supervised(config, Path(data), resume=resume)
+    from shoal.run.training import run_training
+
+    begun = (run_dir / "log.sqlite").is_file()
+    if not begun:
+        shutil.rmtree(run_dir, ignore_errors=True)
+    return run_training(config, resume=begun).figures
+
+
+def _write(path: Path, figures: dict[str, object]) -> None:
+    with replaced(path) as unfinished:
+        unfinished.write_text(json.dumps(figures))

@@ -1,4 +1,4 @@
-"""`shoal swarm join`, `desk` and `invite`: peers that do not train, and how others join them."""
+"""`shoal swarm join`, `desk` and `invite`: peers that do not train, and how others join them; `shoal judge serve`."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,10 +7,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from shoal.config import Config
+from shoal.config import Config, RewardConfig, TaskConfig, load
 from shoal.config.urls import checked_url
 from shoal.errors import ConfigError
-from shoal.net.server import PER_ADDRESS, serving
+from shoal.net.identity import Identity
+from shoal.net.server import PER_ADDRESS, serving, until_cancelled
 from shoal.reward.service import RewardService
 from shoal.run.join_swarm import joined_peer
 from shoal.swarm.answerers import ChatModel, RuleSolver
@@ -18,8 +19,12 @@ from shoal.swarm.generator import Generator, GeneratorPace
 from shoal.swarm.human.human_node import HumanNode
 from shoal.swarm.human.questions import QuestionPace
 from shoal.swarm.human.server import HumanServer
+from shoal.swarm.judge.judging import Judge, Rules
+from shoal.swarm.judge.server import JudgeServer
+from shoal.swarm.judge.store import JudgeStore
 from shoal.swarm.wire.invitation import guest_key, invitation
 from shoal.tasks.library import library_of
+from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService, Spec
 from shoal.types import Split
 
 REPORT_S = 10.0
@@ -92,3 +97,48 @@ async def serve_human(
         async with serving(HumanServer(node).app, host, port, per_address=PER_ADDRESS) as url:
             announce(url, f"peer id {node.peer_id}")
             await node.run()
+
+
+NINE = (
+    *("base_conversion", "basic_arithmetic", "arc_1d", "bf", "propositional_logic", "fraction_simplification"),
+    *("decimal_arithmetic", "calendar_arithmetic", "binary_matrix"),
+)
+"""Specialties of SAPO, with the settings of reasoning-gym."""
+SCORE_TIMEOUT_S = 3.0
+
+
+async def serve_judge(
+    config: Path | None,
+    folder: Path,
+    rules: Rules,
+    *,
+    host: str,
+    port: int,
+    workers: int,
+    announce: Callable[[str, str], None],
+) -> None:
+    """Judges until it is cancelled. `announce` gets two lines: URL and peer id. Raises a `ShoalError`."""
+    tasks = load(config).tasks if config else [TaskConfig(name=name) for name in NINE]
+    identity = Identity.load(folder / "identity.pem")
+    async with AsyncExitStack() as stack:
+        drawer = stack.enter_context(ProceduralClient())
+        specialties = [specialty_of(task, drawer) for task in tasks]
+        if len({one.dataset for one in specialties}) != len(specialties):
+            raise ConfigError("tasks: a judge asks each dataset with one configuration")
+        store = JudgeStore(folder)
+        stack.callback(store.close)
+        rewards = RewardConfig(workers=workers, timeout_s=SCORE_TIMEOUT_S)
+        scorer = await stack.enter_async_context(RewardService(rewards))
+        judge = Judge(store, identity, specialties, drawer, scorer, rules)
+        judge.ledger()  # committed before the first request
+        async with serving(JudgeServer(judge).app, host, port, per_address=PER_ADDRESS) as url:
+            announce(url, f"peer id {judge.peer_id}")
+            await until_cancelled()
+
+
+def specialty_of(task: TaskConfig, drawer: ProceduralClient) -> Spec:
+    """Settings of a task's questions. Raises `TaskError`, or `ConfigError` for a task that the judge could not
+    draw and score."""
+    if task.service != "reasoning_gym" or task.scorer is not None:
+        raise ConfigError(f"tasks.{task.name}: a judge asks reasoning-gym datasets with their own scorers only")
+    return ReasoningGymService(task, 0, drawer).spec

@@ -21,7 +21,7 @@ from shoal.errors import ConfigError, RunDirError
 from shoal.experience.balance import WaitingGroup
 from shoal.observe.metrics import JsonlTracker, Record, number
 from shoal.run.commands.replay import BEGINNING, Replay, opened_replay, reading_steps, settings_of
-from shoal.run.dynamic_sampling import outcome_returns
+from shoal.run.policy import outcome_returns
 from shoal.run.prepare import model_directory
 from shoal.run.run_dir import write_resolved
 from shoal.run.step_metrics import stats_values
@@ -117,7 +117,6 @@ async def what_if(
     overrides: Sequence[str],
     show: Callable[[OtherStep], None],
     out: Path | None = None,
-    threads: int | None = None,
 ) -> list[OtherStep]:
     """Trains the steps `first` to `last` of a run under other settings, from the run's state before them.
 
@@ -132,10 +131,10 @@ async def what_if(
         before = Path(folder) / "before"
         if first - 1 != BEGINNING:
             before.mkdir()
-            async with opened_replay(logged, threads=threads) as replay:
+            async with opened_replay(logged) as replay:
                 await replay.go_after(first - 1)
                 await replay.trainer.save(before)
-        async with opened_replay(logged, overrides, threads) as replay:
+        async with opened_replay(logged, overrides) as replay:
             if before.exists():
                 await replay.trainer.load(before)
             found = []
@@ -146,7 +145,7 @@ async def what_if(
             if out is not None:
                 await asyncio.to_thread(_write, out, other, found)
                 model_dir = await asyncio.to_thread(model_directory, other.model.path)
-                await replay.steps.write_model(model_dir, out / "model")
+                await replay.steps.write_model(model_dir, out / "model", out / "adapter")
     return found
 
 
@@ -172,14 +171,14 @@ def _write(out: Path, config: Config, found: Sequence[OtherStep]) -> None:
             metrics.log(one.step + 1, {**logged, **numbers, "ess_rows": one.ess})
 
 
-BARS = "▁▂▃▄▅▆▇█"
+BARS, COLUMNS = "▁▂▃▄▅▆▇█", 60
 
 
-def curves(found: Sequence[OtherStep], columns: int = 60) -> list[str]:
+def curves(found: Sequence[OtherStep]) -> list[str]:
     """Lines with the curves of the run and of the other settings, on one scale for each number."""
     lines = []
     for name in CURVES:
-        pairs = [one.values(name) for one in found[:: -(-len(found) // columns)]]
+        pairs = [one.values(name) for one in found[:: -(-len(found) // COLUMNS)]]
         finite = [value for pair in pairs for value in pair if math.isfinite(value)]
         if not finite:
             continue

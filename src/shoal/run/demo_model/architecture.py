@@ -51,10 +51,10 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     return with_pieces([], TEMPLATE)
 
 
-def pair_tokenizer(pairs: Sequence[str] = PAIRS) -> PreTrainedTokenizerFast:
+def pair_tokenizer() -> PreTrainedTokenizerFast:
     """Builds a second tokenizer: some pairs of characters are one token; names, ids and template differ."""
     template = TEMPLATE.replace(END, "</s>").replace("<|", "<").replace("|>", ">")
-    return _tokenizer(["<unk>", "</s>", *(f"<{role}>" for role in ROLES)], CHARACTERS[::-1], list(pairs), template)
+    return _tokenizer(["<unk>", "</s>", *(f"<{role}>" for role in ROLES)], CHARACTERS[::-1], PAIRS, template)
 
 
 def with_pieces(pieces: Sequence[str], template: str) -> PreTrainedTokenizerFast:

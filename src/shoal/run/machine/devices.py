@@ -79,35 +79,31 @@ def launched_gpu(environment: Mapping[str, str], visible: Sequence[str]) -> str:
     return visible[int(number)]
 
 
-def gpus_present() -> int:
-    """Counts the GPUs that the installed torch can use; loads no torch."""
+def gpus_present() -> list[int]:
+    """Bytes of memory of each GPU that the installed torch can use; loads no torch."""
     found = find_spec("torch")
     assert found is not None
     assert found.origin is not None
     if runpy.run_path(str(Path(found.origin).with_name("version.py"))).get("cuda") is None:
-        return 0
+        return []
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
-        return 0
-    count = ctypes.c_uint()
+        return []
+    count, memory = ctypes.c_uint(), list[int]()
     if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
-        return 0
-    return count.value
-
-
-def gpu_bytes() -> int:
-    """Memory of this machine's smallest GPU; 0 without one that the installed torch can use. Loads no torch."""
-    present = gpus_present()
-    if not present:
-        return 0
-    nvml, found = ctypes.CDLL("libnvidia-ml.so.1"), []
-    for index in range(present):
+        return []
+    for index in range(count.value):
         gpu, sizes = ctypes.c_void_p(), (ctypes.c_ulonglong * 3)()  # total, free, used
         if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(gpu)):
             nvml.nvmlDeviceGetMemoryInfo(gpu, ctypes.byref(sizes))
-            found.append(int(sizes[0]))
-    return min(found, default=0)
+        memory.append(int(sizes[0]))
+    return memory
+
+
+def gpu_bytes() -> int:
+    """Memory of this machine's smallest GPU; 0 without one."""
+    return min(gpus_present(), default=0)
 
 
 def devices_of(config: Config, visible: Sequence[str] | None = None, *, trains: bool = True) -> Devices:
@@ -115,7 +111,7 @@ def devices_of(config: Config, visible: Sequence[str] | None = None, *, trains: 
 
     Ranks take the first GPUs and engines the next. Raises `ConfigError` for too few, or for two ranks on one GPU.
     """
-    visible = visible_gpus(os.environ, gpus_present()) if visible is None else visible
+    visible = visible_gpus(os.environ, len(gpus_present())) if visible is None else visible
     engines = 0 if config.engine.urls else config.engine.count
     ranks = config.train.ranks if trains and config.cluster.trainer is None else 0
     chosen, own = config.engine.gpus, config.train.gpus if trains else []

@@ -1,0 +1,29 @@
+"""Names of the package, for type checkers, editors and `__init__.py`, which loads each when it is first used."""
+
+from shoal.config import Config as Config
+from shoal.config import load as load
+from shoal.errors import ShoalError as ShoalError
+from shoal.interfaces import Engine as Engine
+from shoal.interfaces import Environment as Environment
+from shoal.interfaces import Model as Model
+from shoal.interfaces import RewardFunction as RewardFunction
+from shoal.library.calls import open_policy as open_policy
+from shoal.library.calls import train as train
+from shoal.run.policy import Policy as Policy
+from shoal.run.result import Result as Result
+from shoal.tasks.sdk import EnvironmentFailed as EnvironmentFailed
+from shoal.tasks.sdk import PolicyFailed as PolicyFailed
+from shoal.tasks.sdk import Question as Question
+from shoal.tasks.sdk import environment as environment
+from shoal.trainer.messages import StepStats as StepStats
+from shoal.trainer.streams import Streams as Streams
+from shoal.trainer.streams import TokenLoss as TokenLoss
+from shoal.types import Completion as Completion
+from shoal.types import Group as Group
+from shoal.types import Message as Message
+from shoal.types import Outcome as Outcome
+from shoal.types import Reward as Reward
+from shoal.types import Rollout as Rollout
+from shoal.types import Sampling as Sampling
+from shoal.types import Task as Task
+from shoal.types import Turn as Turn

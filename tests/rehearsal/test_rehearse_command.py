@@ -1,0 +1,74 @@
+"""`shoal rehearse` and `shoal plan` on the first example: figures that say the same thing in two ways agree."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shoal.cli import app
+from shoal.rehearsal.search import SHORT_STEPS
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "start" / "first" / "run.toml"
+GROUPS, SIZE, ANSWER, PRICE = 16, 8, 256, 3.0
+SETTINGS = (
+    *("--model.path=Qwen/Qwen3-8B", f"--train.groups_per_step={GROUPS}", f"--rollout.group_size={SIZE}"),
+    *("--rollout.max_tokens=1024", f"--train.steps={SHORT_STEPS}"),
+)
+GPUS = ("--gpus=8+8x2", "--gpu=h200", f"--answer-tokens={ANSWER}", "--prompt-tokens=64")
+
+
+def figures(command: str, *more: str) -> dict[str, Any]:
+    """What a command prints for programs."""
+    done = CliRunner().invoke(app, [command, str(EXAMPLE), *SETTINGS, *GPUS, "--json", *more])
+    assert done.exit_code == 0, (done.output, done.exception)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.fixture(scope="module")
+def rehearsed() -> dict[str, Any]:
+    """Figures of a rehearsal with a given price."""
+    return figures("rehearse", f"--usd-per-gpu-hour={PRICE}")
+
+
+def test_steps_tokens_and_seconds_agree(rehearsed: dict[str, Any]) -> None:
+    assert rehearsed["steps"] == SHORT_STEPS
+    low, high = rehearsed["step_s_90"]
+    assert low <= rehearsed["step_s"] <= high
+    assert rehearsed["tokens_per_s"] * rehearsed["step_s"] == pytest.approx(GROUPS * SIZE * ANSWER, rel=0.15)
+    assert 0.5 * SHORT_STEPS * rehearsed["step_s"] < 3600 * rehearsed["hours"] < 2 * SHORT_STEPS * rehearsed["step_s"]
+
+
+def test_the_distribution_of_staleness_has_its_mean_and_keeps_the_bound(rehearsed: dict[str, Any]) -> None:
+    shares = {int(versions): share for versions, share in rehearsed["staleness"].items()}
+    assert sum(shares.values()) == pytest.approx(1)
+    mean = sum(versions * share for versions, share in shares.items())
+    assert mean == pytest.approx(rehearsed["staleness_mean"], abs=1e-6)
+    assert max(shares) <= 2, "asynchrony.max_staleness of the example"
+
+
+def test_money_is_gpus_times_hours_times_price(rehearsed: dict[str, Any]) -> None:
+    assert rehearsed["usd_per_hour"] == pytest.approx(16 * PRICE)
+    assert rehearsed["usd"] == pytest.approx(16 * PRICE * rehearsed["hours"])
+    tokens_per_hour = 3600 * rehearsed["tokens_per_s"]
+    assert rehearsed["usd_per_million_tokens"] * tokens_per_hour / 1e6 == pytest.approx(rehearsed["usd_per_hour"])
+
+
+def test_a_plan_has_the_figures_of_the_rehearsal_of_the_same_steps(rehearsed: dict[str, Any]) -> None:
+    planned = figures("plan")
+    for name in ("step_s", "tokens_per_s", "engines_idle", "trainer_idle", "staleness_mean"):
+        assert planned[name] == pytest.approx(rehearsed[name]), name
+    slower_s = max(planned["generation_s"], planned["training_s"])
+    assert 0.8 * slower_s < planned["step_s"] < 3 * (planned["generation_s"] + planned["training_s"])
+
+
+def test_a_search_for_a_low_rate_finds_few_gpus_and_says_what_they_cost() -> None:
+    few = ("--train.groups_per_step=2", "--rollout.group_size=4")
+    found = figures("rehearse", f"--usd-per-gpu-hour={PRICE}", "--tokens-per-s=100", *few)
+    split = found["split"]
+    assert split["engines"] % split["per_engine"] == 0
+    assert split["trainer"] + split["engines"] <= 4, "a quarter of the given GPUs reaches it"
+    assert found["figures"]["tokens_per_s"] >= 100
+    assert found["figures"]["usd_per_hour"] == pytest.approx((split["trainer"] + split["engines"]) * PRICE)
