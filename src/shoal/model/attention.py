@@ -121,20 +121,6 @@ def by_definition(q_RHQD: Tensor, k_RKLD: Tensor, v_RKLD: Tensor, visible: Tenso
     return torch.cat([checkpoint(block, *one, use_reentrant=False, preserve_rng_state=False) for one in blocks], 2)
 
 
-def joint_attended(qkv_RLAD: Tensor, kv_heads: int, scores: Scores, skipped: int = 0) -> Tensor:
-    """Attention as `attended`, of queries, keys and values in one tensor of A = H + 2 K heads; so is its gradient.
-
-    The first `skipped` queries of each row have no result.
-    """
-    device, length = qkv_RLAD.device, qkv_RLAD.shape[1]
-    if device.type != "cpu" or length > LONGEST_BY_HAND:
-        q, k, v = _parts(qkv_RLAD, kv_heads)
-        return attended(q[:, skipped:], k, v, scores)
-    hidden_QL = _hidden(length, scores, skipped)
-    result: Tensor = _JointAttended.apply(qkv_RLAD, kv_heads, scores.scaling, hidden_QL)  # type: ignore[no-untyped-call]
-    return result
-
-
 def _seen(length: int, scores: Scores, device: torch.device | None = None) -> Tensor:
     """Mask [L, L], true on visible positions."""
     at_L = torch.arange(length, device=device)
@@ -164,33 +150,6 @@ class _Attended(torch.autograd.Function):
         kv_heads = ctx.shapes[1][2]
         grads = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, kv_heads)
         return *(_rows(grad, shape, kv_heads) for grad, shape in zip(grads, ctx.shapes, strict=True)), None, None
-
-
-class _JointAttended(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, qkv_RLAD: Tensor, kv_heads: int, scaling: float, hidden_QL: Tensor) -> Tensor:
-        ctx.scaling, ctx.shape, ctx.kv_heads = scaling, qkv_RLAD.shape, kv_heads
-        q, k, v = _parts(qkv_RLAD, kv_heads)
-        result, kept = _forward(q[:, -len(hidden_QL) :], k, v, scaling, hidden_QL)
-        ctx.save_for_backward(*kept)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RLHD: Tensor) -> tuple[Tensor | None, ...]:
-        grads = _backward(grad_RLHD, ctx.saved_tensors, ctx.scaling, ctx.kv_heads)
-        joint_RLAD = grad_RLHD.new_empty(ctx.shape)
-        q, k, v = _parts(joint_RLAD, ctx.kv_heads)
-        skipped = ctx.shape[1] - grad_RLHD.shape[1]
-        q[:, :skipped] = 0
-        for part, grad in zip((q[:, skipped:], k, v), grads, strict=True):
-            part.copy_(_rows(grad, part.shape, ctx.kv_heads))
-        return joint_RLAD, None, None, None
-
-
-def _parts(qkv_RLAD: Tensor, kv_heads: int) -> tuple[Tensor, ...]:
-    """Queries, keys and values, as views."""
-    return torch.split(qkv_RLAD, [qkv_RLAD.shape[2] - 2 * kv_heads, kv_heads, kv_heads], 2)
 
 
 def _forward(

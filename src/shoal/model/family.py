@@ -3,8 +3,9 @@
 Type annotations name Qwen3, which has every feature of the family.
 """
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +14,58 @@ from transformers import PreTrainedModel
 from shoal.model.attention import Scores
 
 if TYPE_CHECKING:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Model
+    from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer, Qwen3Model
 
 FAMILY = frozenset(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "SeedOss"))
 CONSTANT_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 """Kinds of rotary embedding whose angles depend on the position only."""
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyLayer(Generic[P]):
+    """Weights of one layer; a product `P` computes linear layers with the same input."""
+
+    norm_in_W: nn.Parameter
+    norm_mid_W: nn.Parameter
+    norms_D: tuple[nn.Parameter, nn.Parameter] | None
+    """Norm weights of queries and keys, where the architecture has them."""
+    qkv: P
+    out: P
+    gate_up: P
+    down: P
+    scores: Scores
+
+
+class FamilyForward(Generic[P]):
+    """Weights and sizes of a model of the family, for a forward without transformers' modules."""
+
+    def __init__(self, model: PreTrainedModel, product: Callable[[Sequence[nn.Linear]], P]) -> None:
+        config, body = model.config, cast("Qwen3Model", model.model)
+        self.model = model
+        self._layers = [_layer(cast("Qwen3DecoderLayer", layer), product) for layer in body.layers]
+        self._embedding_VW = cast("nn.Parameter", model.get_input_embeddings().weight)
+        self._norm_W = body.norm.weight
+        self._eps: float = config.rms_norm_eps
+        self._width: int = body.layers[0].self_attn.head_dim
+        self._heads: int = config.num_attention_heads
+        self._kv_heads: int = config.num_key_value_heads
+        self._products = [one for layer in self._layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+
+
+def _layer(layer: "Qwen3DecoderLayer", product: Callable[[Sequence[nn.Linear]], P]) -> FamilyLayer[P]:
+    attention, mlp = layer.self_attn, layer.mlp
+    normed = getattr(attention, "q_norm", None) is not None
+    return FamilyLayer(
+        norm_in_W=layer.input_layernorm.weight,
+        norm_mid_W=layer.post_attention_layernorm.weight,
+        norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
+        qkv=product([attention.q_proj, attention.k_proj, attention.v_proj]),
+        out=product([attention.o_proj]),
+        gate_up=product([mlp.gate_proj, mlp.up_proj]),
+        down=product([mlp.down_proj]),
+        scores=scores_of(attention),
+    )
 
 
 def is_known(model: PreTrainedModel) -> bool:

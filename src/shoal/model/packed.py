@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from shoal.model import MOST_LOGITS
-from shoal.model.attention import LONGEST_BY_HAND, Scores, attended, joint_attended
+from shoal.model.attention import LONGEST_BY_HAND, Scores, attended
 from shoal.model.mixers import Mixer, Run, side_by_side
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
 from shoal.model.routing import routing_of
@@ -72,7 +72,7 @@ class PackedRows:
         """Attends causally within each row."""
 
         def attend(skipped: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attended(q[:, skipped:], k, v, scores)
+            return attended(q[:, skipped:] if skipped else q, k, v, scores)
 
         return self._in_buckets((query_THD, key_TKD, value_TKD), attend)
 
@@ -82,14 +82,6 @@ class PackedRows:
             tuple(out[:, skipped:].flatten(0, 1) for out in run(rows, None)) for skipped, rows in self._rows(inputs_T)
         ]
         return [out if self._inverse_T is None else out.index_select(0, self._inverse_T) for out in side_by_side(parts)]
-
-    def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scores: Scores) -> Tensor:
-        """Attends causally within each row, with queries, keys and values in one tensor of A = H + 2 K heads."""
-
-        def attend(skipped: int, qkv: Tensor) -> Tensor:
-            return joint_attended(qkv, kv_heads, scores, skipped)
-
-        return self._in_buckets((qkv_TAD,), attend)
 
     def _in_buckets(self, inputs: Sequence[Tensor], attend: Callable[..., Tensor]) -> Tensor:
         """Result of each bucket's padded rows, back in the order of the nodes."""

@@ -23,7 +23,9 @@ def has_blocks(weight: Tensor) -> bool:
 class Product:
     """Product with one weight [O, I]. `lay_out` follows each change of the weight."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None, name: str = "") -> None:
+        """`name` is that of its first linear layer, by which adapters find it."""
+        self.name = name
         self._weight_OI, self._bias_O = weight_OI, bias_O
         self._blocks: Tensor | None = None
         self.lay_out()

@@ -7,9 +7,8 @@ the parameters' own `grad`, whose dtype is that of the parameters.
 
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from shoal.model import family
-from shoal.model.attention import Scores
-
-if TYPE_CHECKING:
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
-
+from shoal.model.mixers import Layout
 
 BLOCK = 1 << 19
 """Numbers of a gradient computed at a time: a block is added before it leaves the caches. A training step of SmolLM2
@@ -96,28 +91,7 @@ class JointLinear:
             _add(self._weights, grad_TO[:, start : start + rows].t() @ x_TI, start, fresh)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    norm_in_W: nn.Parameter
-    norm_mid_W: nn.Parameter
-    norms_D: tuple[nn.Parameter, nn.Parameter] | None
-    """Norm weights of queries and keys, where the architecture has them."""
-    qkv: JointLinear
-    out: JointLinear
-    gate_up: JointLinear
-    down: JointLinear
-    scores: Scores
-
-
-class JointLayout(Protocol):
-    """Attention pattern of the T tokens of one forward."""
-
-    def attend_jointly(self, qkv_TAD: Tensor, kv_heads: int, scores: Scores) -> Tensor:
-        """Attends with queries, keys and values in one tensor of A = H + 2 K heads; the result is [T, H, D]."""
-        ...
-
-
-class TrainingForward:
+class TrainingForward(family.FamilyForward[JointLinear]):
     """Forward of a Llama-family model with products in `dtype`.
 
     Requires that `family.is_known` accepts the model, that its parameters keep their storage, and that `lay_out`
@@ -126,35 +100,28 @@ class TrainingForward:
 
     def __init__(self, model: PreTrainedModel, dtype: torch.dtype, *, small: int = SMALL, block: int = BLOCK) -> None:
         joint = partial(JointLinear, dtype=dtype, small=small, block=block)
-        body = cast("Qwen3Model", model.model)
-        self.model = model
+        super().__init__(model, joint)
         self._dtype = dtype
-        self._layers = [_layer(cast("Qwen3DecoderLayer", layer), joint) for layer in body.layers]
         self._head = joint([model.get_output_embeddings()])
-        self._embedding_VW = cast("nn.Parameter", model.get_input_embeddings().weight)
-        self._norm_W = body.norm.weight
-        self._eps: float = model.config.rms_norm_eps
-        self._width: int = body.layers[0].self_attn.head_dim
-        self._heads: int = model.config.num_attention_heads
-        self._kv_heads: int = model.config.num_key_value_heads
-        self._linears = [one for layer in self._layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-        self._linears.append(self._head)
+        self._products.append(self._head)
         self.lay_out()
 
     def lay_out(self) -> None:
         """Repacks the weights after an update of the parameters."""
-        for linear in self._linears:
+        for linear in self._products:
             linear.lay_out()
 
-    def hidden(self, token_T: Tensor, position_T: Tensor, layout: JointLayout, keep_U: Tensor) -> Tensor:
+    def hidden(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_U: Tensor) -> Tensor:
         """Inputs [U, W] of the language-model head at the kept positions."""
-        for linear in self._linears:
+        for linear in self._products:
             linear.make_room()
         rotation_T1F = family.rotations(self.model, position_T).unsqueeze(1)
         x_TW = _Embedded.apply(self._embedding_VW, token_T, self._dtype)  # type: ignore[no-untyped-call]
-        for layer in self._layers:
+        heads = [self._heads, self._kv_heads, self._kv_heads]
+        for index, layer in enumerate(self._layers):
             qkv_TAD = self._rotated(self._normed(x_TW, layer.norm_in_W, layer.qkv), layer, rotation_T1F)
-            out_TW = layout.attend_jointly(qkv_TAD, self._kv_heads, layer.scores).flatten(1)
+            q_THD, k_TKD, v_TKD = torch.split(qkv_TAD, heads, 1)
+            out_TW = layout.attend(index, q_THD, k_TKD, v_TKD, layer.scores).flatten(1)
             if layer is self._layers[-1]:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_U), out_TW.index_select(0, keep_U)
             x_TW = _linear(out_TW, layer.out, x_TW)
@@ -166,7 +133,7 @@ class TrainingForward:
         """Logits [U, V] before any scaling of the architecture; follows `hidden`."""
         return _linear(hidden_UW, self._head)
 
-    def _rotated(self, qkv: Tensor, layer: _Layer, rotation_T1F: Tensor) -> Tensor:
+    def _rotated(self, qkv: Tensor, layer: family.FamilyLayer[JointLinear], rotation_T1F: Tensor) -> Tensor:
         """Queries, keys and values [T, H + 2 K, D]."""
         heads, kv_heads = self._heads, self._kv_heads
         qkv_TAD = qkv.view(len(qkv), heads + 2 * kv_heads, self._width)
@@ -210,21 +177,6 @@ def _linear(x_TI: Tensor, linear: JointLinear, residual_TO: Tensor | None = None
     # The parameter marks the result as one with a gradient; the function adds that gradient itself.
     result: Tensor = _Linear.apply(x_TI, linear.first, linear, residual_TO)  # type: ignore[no-untyped-call]
     return result
-
-
-def _layer(layer: "Qwen3DecoderLayer", joint: Callable[[Sequence[nn.Linear]], JointLinear]) -> _Layer:
-    attention, mlp = layer.self_attn, layer.mlp
-    normed = getattr(attention, "q_norm", None) is not None
-    return _Layer(
-        norm_in_W=layer.input_layernorm.weight,
-        norm_mid_W=layer.post_attention_layernorm.weight,
-        norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
-        qkv=joint([attention.q_proj, attention.k_proj, attention.v_proj]),
-        out=joint([attention.o_proj]),
-        gate_up=joint([mlp.gate_proj, mlp.up_proj]),
-        down=joint([mlp.down_proj]),
-        scores=family.scores_of(attention),
-    )
 
 
 class _Linear(torch.autograd.Function):

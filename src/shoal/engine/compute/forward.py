@@ -6,11 +6,10 @@ become one product, and a rotation becomes one complex product. The result is eq
 architecture). Both use the same tensors, so weights load in place; `lay_out` follows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,8 @@ from transformers import PreTrainedModel
 
 from shoal.engine.compute.adapters import AdaptedRows, Products
 from shoal.model import family
-from shoal.model.attention import Scores
 from shoal.model.mixers import Layout, mixers_of
 from shoal.model.product import Product
-
-if TYPE_CHECKING:  # the richest of the family stands for all of it
-    from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 
 class Forward(Protocol):
@@ -89,40 +84,24 @@ class ModuleForward:
         return adapted.added(name, x, y).view(result.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    norm_in_W: Tensor
-    norm_mid_W: Tensor
-    norms_D: tuple[Tensor, Tensor] | None
-    """Norm weights of queries and keys, where the architecture has them."""
-    qkv: Product
-    out: Product
-    gate_up: Product
-    down: Product
-    scores: Scores
-    names: tuple[str, ...]
-    """Names of its products: queries, keys and values; output; gate and up; down."""
-
-
-class DirectForward:
+class DirectForward(family.FamilyForward[Product]):
     """Forward of a Llama-family model.
 
     It interleaves the halves of stored key vectors, so no other forward can read them.
     """
 
     def __init__(self, model: PreTrainedModel, longest: int) -> None:
-        config, body = model.config, cast("Qwen3Model", model.model)
-        self._embedding_VW = model.get_input_embeddings().weight
-        self._head = Product(model.get_output_embeddings().weight)
-        self._norm_W = body.norm.weight
-        self._eps: float = config.rms_norm_eps
         self.adapted: AdaptedRows | None = None
         self.products: dict[str, Sequence[tuple[str, int]]] = {}
         names = {id(module): name for name, module in model.named_modules()}
-        self._layers = [self._layer(cast("Qwen3DecoderLayer", layer), names) for layer in body.layers]
-        self._width: int = body.layers[0].self_attn.head_dim
-        self._heads: int = config.num_attention_heads
-        self._kv_heads: int = config.num_key_value_heads
+
+        def product(linears: Sequence[nn.Linear]) -> Product:
+            name = names[id(linears[0])]
+            self.products[name] = [(names[id(linear)], linear.out_features) for linear in linears]
+            return _product(linears, name)
+
+        super().__init__(model, product)
+        self._head = _product([model.get_output_embeddings()])
         self._rotation_LF = family.rotations(model, torch.arange(longest, device=self._embedding_VW.device))
 
     def __call__(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_K: Tensor | None) -> Tensor:
@@ -135,25 +114,25 @@ class DirectForward:
             kept = keep_K is not None and layer is self._layers[-1]
             if keep_K is not None and kept:  # the other rows need only keys and values
                 x_TW, out_TW = x_TW.index_select(0, keep_K), out_TW.index_select(0, keep_K)
-            x_TW = self._adapted(layer, 1, out_TW, layer.out(out_TW, x_TW), kept=kept)
+            x_TW = self._adapted(layer.out, out_TW, layer.out(out_TW, x_TW), kept=kept)
             mid_TW = self._normed(x_TW, layer.norm_mid_W)
-            gate_up = self._adapted(layer, 2, mid_TW, layer.gate_up(mid_TW), kept=kept)
+            gate_up = self._adapted(layer.gate_up, mid_TW, layer.gate_up(mid_TW), kept=kept)
             gate, up = gate_up.chunk(2, -1)
             mid_TW = F.silu(gate).mul_(up)
-            x_TW = self._adapted(layer, 3, mid_TW, layer.down(mid_TW, x_TW), kept=kept)
+            x_TW = self._adapted(layer.down, mid_TW, layer.down(mid_TW, x_TW), kept=kept)
         return self._head(self._normed(x_TW, self._norm_W))
 
     def lay_out(self) -> None:
         """Repacks the weights after an update."""
-        for layer in self._layers:
-            for product in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                product.lay_out()
-        self._head.lay_out()
+        for product in (*self._products, self._head):
+            product.lay_out()
 
-    def _attended(self, x_TW: Tensor, layer: _Layer, rotation_T1F: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _attended(
+        self, x_TW: Tensor, layer: family.FamilyLayer[Product], rotation_T1F: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D] and keys and values [T, K, D]."""
         heads, kv_heads = self._heads, self._kv_heads
-        qkv = self._adapted(layer, 0, x_TW, layer.qkv(x_TW))
+        qkv = self._adapted(layer.qkv, x_TW, layer.qkv(x_TW))
         qkv = qkv.view(len(x_TW), heads + 2 * kv_heads, self._width)
         qk, v = torch.split(qkv, [heads + kv_heads, kv_heads], 1)
         if layer.norms_D is not None:
@@ -162,35 +141,17 @@ class DirectForward:
         q, k = torch.split(family.rotated(qk, rotation_T1F), [heads, kv_heads], 1)
         return q, k, v
 
-    def _adapted(self, layer: _Layer, product: int, x_TW: Tensor, y_TO: Tensor, *, kept: bool = False) -> Tensor:
-        return y_TO if self.adapted is None else self.adapted.added(layer.names[product], x_TW, y_TO, kept=kept)
+    def _adapted(self, product: Product, x_TW: Tensor, y_TO: Tensor, *, kept: bool = False) -> Tensor:
+        return y_TO if self.adapted is None else self.adapted.added(product.name, x_TW, y_TO, kept=kept)
 
     def _normed(self, x: Tensor, weight_W: Tensor) -> Tensor:
         return F.rms_norm(x, weight_W.shape, weight_W, self._eps)
 
-    def _layer(self, layer: "Qwen3DecoderLayer", names: Mapping[int, str]) -> _Layer:
-        """Layer with joint products, which it adds to `products`."""
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, gate_up = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-        normed = getattr(attention, "q_norm", None) is not None
-        own = []
-        for linears in (qkv, (attention.o_proj,), gate_up, (mlp.down_proj,)):
-            own.append(names[id(linears[0])])
-            self.products[own[-1]] = [(names[id(linear)], linear.out_features) for linear in linears]
-        return _Layer(
-            norm_in_W=layer.input_layernorm.weight,
-            norm_mid_W=layer.post_attention_layernorm.weight,
-            norms_D=(attention.q_norm.weight, attention.k_norm.weight) if normed else None,
-            qkv=_joint(qkv),
-            out=Product(attention.o_proj.weight),
-            gate_up=_joint(gate_up),
-            down=Product(mlp.down_proj.weight),
-            scores=family.scores_of(attention),
-            names=tuple(own),
-        )
 
-
-def _joint(linears: Sequence[Any]) -> Product:
+def _product(linears: Sequence[nn.Linear], name: str = "") -> Product:
     """Linear layers with the same input as one product; their parameters become views of its weight."""
-    weight_OI = family.joint([linear.weight for linear in linears])
-    return Product(weight_OI, None if linears[0].bias is None else family.joint([linear.bias for linear in linears]))
+    if len(linears) == 1:
+        return Product(linears[0].weight, linears[0].bias, name)
+    weight_OI = family.joint([cast("nn.Parameter", linear.weight) for linear in linears])
+    biases = [linear.bias for linear in linears if linear.bias is not None]
+    return Product(weight_OI, family.joint(biases) if biases else None, name)
