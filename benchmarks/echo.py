@@ -110,10 +110,6 @@ class EchoEngine:
         """Returns no logprobs."""
         raise NotImplementedError
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Returns no logprobs."""
-        raise NotImplementedError
-
     async def update_weights(self, version: int, path: Path) -> None:
         """Sets the version; there are no weights."""
         self.version = version

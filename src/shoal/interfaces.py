@@ -52,9 +52,6 @@ class Engine(Protocol):
         Raises `RequestRefused` for a request that can never work, `EngineUnavailable` otherwise.
         """
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs (nats, temperature 1) of tokens 1..L-1 given those before them: L - 1 numbers."""
-
     async def update_weights(self, version: int, path: Path) -> None:
         """Serves the weights at `path` as `version`; running answers continue under them."""
 

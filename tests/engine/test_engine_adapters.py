@@ -180,7 +180,7 @@ def test_clients_load_adapters_over_http_and_name_them(tmp_path: Path) -> None:
     async def ask(client: HttpEngine) -> None:
         assert await client.load_adapter("one", 3, folders[0]) == {"one": 3}
         assert await client.load_adapter("two", 1, folders[1]) == {"one": 3, "two": 1}
-        answers = [(await client.generate(PROMPT, GREEDY, adapter=name))[0] for name in ("one", "two", None)]
+        answers = [(await client.generate(PROMPT, GREEDY, adapter=name))[0] for name in ("one", "two", "")]
         models = [*(merged(path, folder) for folder in folders), plain(path)]
         assert [list(one.token_ids) for one in answers] == [greedy(model, PROMPT, 12) for model in models]
         assert [one.versions[0] for one in answers] == [3, 1, 0]

@@ -153,7 +153,7 @@ def test_tokens_of_new_weights_go_out_only_when_the_canary_has_passed(lies: bool
         updating = await under_canary(server, engine, 1, weights)
         server.drawing.set()
         new = asyncio.create_task(engine.generate([1], Sampling(4)))
-        scored = asyncio.create_task(engine.score([1, 2]))
+        scored = asyncio.create_task(engine.scored([1, 2]))
         await until(lambda: {"sample", "score"} <= set(server.asked))
         for _ in range(20):
             await asyncio.sleep(0)

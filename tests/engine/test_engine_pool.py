@@ -58,14 +58,7 @@ class CountingEngine:
             raise EngineUnavailable("dead")
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        session: str = "",
-        adapter: str | None = None,
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, adapter: str = ""
     ) -> list[Completion]:
         self.answering()
         generation, row, versions = self.generation, list(prompt_ids), list[int]()
@@ -82,14 +75,11 @@ class CountingEngine:
         ids = tuple(row[len(prompt_ids) :])
         return [Completion(ids, (-0.5,) * len(ids), tuple(versions), finish)] * n
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        self.answering()
-        return [-0.5] * (len(token_ids) - 1)
-
     async def scored(
-        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
     ) -> ScoreResponse:
-        return ScoreResponse(await self.score(token_ids))
+        self.answering()
+        return ScoreResponse([-0.5] * (len(token_ids) - 1))
 
     async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
         raise RequestRefused("no adapters")
@@ -383,7 +373,7 @@ def test_nothing_answers_for_longer_than_the_patience() -> None:
         engine = CountingEngine()
         pool = await joined([engine], patience_s=0.1)
         engine.dead = True
-        for asked in (pool.generate([1], Sampling(3)), pool.score([1, 2])):
+        for asked in (pool.generate([1], Sampling(3)), pool.scored([1, 2])):
             with pytest.raises(EngineUnavailable, match=r"no engine for 0\.1 s; the last error: dead"):
                 await asked
         with pytest.raises(EngineUnavailable, match="no engine"):
@@ -394,13 +384,15 @@ def test_nothing_answers_for_longer_than_the_patience() -> None:
 
 def test_a_refused_request_is_asked_of_one_other_engine() -> None:
     class Refusing(CountingEngine):
-        async def score(self, token_ids: Sequence[int]) -> list[float]:
+        async def scored(
+            self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
+        ) -> ScoreResponse:
             self.served.append(-1)
             raise RequestRefused("no such token")
 
     async def body(pool: EnginePool) -> None:
         with pytest.raises(RequestRefused, match="no such token"):
-            await pool.score([1, 2])
+            await pool.scored([1, 2])
         assert sum(len(engine.served) for engine in engines) == 2
 
     engines = [Refusing(), Refusing(), Refusing()]

@@ -91,7 +91,7 @@ def test_what_the_engine_refuses_is_refused() -> None:
         for status in (400, 413):
             async with stubbed(Stub(otherwise=(status, b"no such token"))) as url, aclosing(HttpEngine(url)) as engine:
                 with pytest.raises(RequestRefused, match="no such token"):
-                    await engine.score([5])
+                    await engine.scored([5])
 
     asyncio.run(ask())
 

@@ -77,7 +77,7 @@ def test_the_client_gets_what_the_routes_give(server: Server) -> None:
             again = await engine.generate(PROMPT, Sampling(12, seed=3, top_p=0.9), n=3)
             assert [c.token_ids for c in again] == [c.token_ids for c in completions]
             (whole,) = await engine.generate(PROMPT, Sampling(12))
-            scores = await engine.score([*PROMPT, *whole.token_ids])
+            scores = (await engine.scored([*PROMPT, *whole.token_ids])).logprobs
             assert scores[len(PROMPT) - 1 :] == pytest.approx(whole.logprobs, abs=1e-4)
             info = await engine.info()
             assert (info.version, info.running, info.waiting) == (0, 0, 0)
@@ -272,7 +272,7 @@ def test_every_token_but_the_first_has_a_score_whatever_chunks_they_are_prefille
     async def ask(server: Server) -> None:
         async with server.engine() as engine:
             for length in range(1, 12):
-                assert len(await engine.score([5 + i for i in range(length)])) == length - 1
+                assert len((await engine.scored([5 + i for i in range(length)])).logprobs) == length - 1
 
     with serving(tiny_model_dir, "--chunk-tokens", "4") as server:
         asyncio.run(ask(server))

@@ -61,7 +61,7 @@ def test_tokens_scores_and_weights_under_way_by_retracting(
         assert max(len(set(c.versions)) for c in answers) > 1
         assert_drawn_by_its_versions(answers[5], [*PROMPT, 1], tiny_model_dir, files)
         row = [*PROMPT, *answers[0].token_ids[:20]]
-        scored, computed = await engine.score(row), logprobs(tiny_model_dir, files[2], row)
+        scored, computed = (await engine.scored(row)).logprobs, logprobs(tiny_model_dir, files[2], row)
         assert max(abs(a - b) for a, b in zip(scored, computed, strict=True)) < 1e-4
         info = await engine.info()
         assert (info.version, info.max_model_len, info.running) == (2, 256, 0)

@@ -30,28 +30,21 @@ class NamingEngine(CountingEngine):
     answered: list[tuple[str, str]] = field(default_factory=list)
     """Whole model and adapter of each answer."""
 
-    def note(self, adapter: str | None) -> None:
-        if adapter is not None and adapter not in self.adapters:
+    def note(self, adapter: str) -> None:
+        if adapter and adapter not in self.adapters:
             raise RequestRefused(f"model: no adapter {adapter}")
-        self.answered.append((self.folder.name, "" if adapter is None else Path(adapter.partition("@")[0]).name))
+        self.answered.append((self.folder.name, Path(adapter.partition("@")[0]).name))
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        session: str = "",
-        adapter: str | None = None,
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, adapter: str = ""
     ) -> list[Completion]:
         self.note(adapter)
-        version = self.version if adapter is None else self.adapters[adapter]
+        version = self.version if not adapter else self.adapters[adapter]
         answer = await super().generate(prompt_ids, sampling, n=n)
         return [replace(one, versions=(version,) * len(one.versions)) for one in answer]
 
     async def scored(
-        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
     ) -> ScoreResponse:
         self.note(adapter)
         return await super().scored(token_ids, others)

@@ -83,7 +83,8 @@ async def adapters_under_way(engine: ForeignEngine, prompt: Sequence[int], model
     assert_drawn_by_its_versions(answers[-1], prompt, model, merged)
     row = [*prompt, *answers[-1].token_ids]
     computed = logprobs(model, merged[2], row)
-    assert max(abs(a - b) for a, b in zip(await engine.score(row), computed, strict=True)) < BOUND_NATS
+    scored = (await engine.scored(row)).logprobs
+    assert max(abs(a - b) for a, b in zip(scored, computed, strict=True)) < BOUND_NATS
     assert (await engine.info()).version == 2
     lying, _ = adapter_version(model, folder, 3)
     (lying.parent / canary.FILE).write_bytes((made[0][0].parent / canary.FILE).read_bytes())

@@ -92,9 +92,6 @@ class BabblingEngine:
     async def prompt_logprobs(self, token_ids: Sequence[int], top: int) -> list[ServedToken]:
         return [ServedToken(token, -1.0, ((token, -1.0),) * min(top, 1)) for token in token_ids[1:]]
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        raise NotImplementedError
-
     async def update_weights(self, version: int, path: Path) -> None:
         raise NotImplementedError
 

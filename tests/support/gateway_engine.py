@@ -96,9 +96,6 @@ class ScriptedEngine:
     def spelt(self, char: str) -> list[int]:
         return self.renderer.token_ids(char)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        raise NotImplementedError
-
     async def update_weights(self, version: int, path: Path) -> None:
         self.version = version
 

@@ -121,7 +121,7 @@ class Contract:
         finally:
             self.under_way -= 1
         ids = body["input_ids"]
-        scored = await self.engine.scored(ids, adapter=body.get("lora_path")) if scores else None
+        scored = await self.engine.scored(ids, adapter=body.get("lora_path", "")) if scores else None
         logprobs = [None, *scored.logprobs] if scored else []
         prompt = [(logp, token, None) for logp, token in zip(logprobs, ids, strict=scores)]
         given = [self.choice(choice, prompt, len(body["input_ids"])) for choice in answer.choices]

@@ -86,7 +86,7 @@ def test_ids_logprobs_and_scores_are_those_of_the_model(url: str, model_dir: Pat
         for completion in first:
             assert_drawn_by_its_versions(completion, PROMPT, model_dir, [model_dir])
         row = [*PROMPT, *first[0].token_ids]
-        scored, computed = await engine.score(row), logprobs(model_dir, model_dir, row)
+        scored, computed = (await engine.scored(row)).logprobs, logprobs(model_dir, model_dir, row)
         assert max(abs(a - b) for a, b in zip(scored, computed, strict=True)) < BOUND_NATS
         greedy = [(await engine.generate(PROMPT, Sampling(40, temperature=0)))[0].token_ids for _ in range(2)]
         assert greedy[0] == greedy[1]

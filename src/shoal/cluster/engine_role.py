@@ -190,13 +190,13 @@ class PullingFront:
         """Implements `ServedEngine`."""
         sampling, n = protocol.sampling_of(asked.sampling_params), asked.sampling_params.n
         answers = await self.engine.generate(
-            asked.token_ids, sampling, n=n, priority=asked.priority, adapter=asked.model
+            asked.token_ids, sampling, n=n, priority=asked.priority, adapter=asked.model or ""
         )
         return protocol.GenerateResponse([*itertools.starmap(protocol.choice_of, enumerate(answers))], asked.request_id)
 
     async def score(self, asked: protocol.LogprobsRequest) -> protocol.ScoreResponse:
         """Implements `ServedEngine`."""
-        return await self.engine.scored(asked.token_ids, asked.others, adapter=asked.model)
+        return await self.engine.scored(asked.token_ids, asked.others, adapter=asked.model or "")
 
     async def abort(self) -> int:
         """Implements `ServedEngine`."""

@@ -73,14 +73,7 @@ class RehearsedEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        session: str = "",
-        adapter: str | None = None,
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, adapter: str = ""
     ) -> list[Completion]:
         """Samples answers of planned lengths. Raises `EngineUnavailable` when it is killed meanwhile."""
         loop, begun = asyncio.get_running_loop(), sampling.begun
@@ -157,12 +150,8 @@ class RehearsedEngine:
             foreign=True,
         )
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs of a row, after its prefill."""
-        return (await self.scored(token_ids)).logprobs
-
     async def scored(
-        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
     ) -> ScoreResponse:
         """Logprobs of a row, after its prefill."""
         await asyncio.sleep(len(token_ids) * self._unit * self.cost.prefill_s)

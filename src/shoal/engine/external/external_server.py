@@ -129,14 +129,7 @@ class ForeignEngine:
         return reports_versions
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        session: str = "",
-        adapter: str | None = None,
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, adapter: str = ""
     ) -> list[Completion]:
         """Samples `n` completions of one prompt; an update ends a completion with `ABORT` and its tokens so far."""
         if sampling.grammar:
@@ -144,7 +137,7 @@ class ForeignEngine:
                 f"response_format, tool_choice: {self.abilities.server} does not report which tokens a grammar forced; "
                 f"leave these fields out, or use Shoal's own engine (no engine.urls)"
             )
-        if adapter is not None:
+        if adapter:
             raise self._only_own("model")
         failed_before = await self._admitted()
         version = self._version
@@ -196,15 +189,11 @@ class ForeignEngine:
         except ValueError as error:
             raise WrongAnswer(f"{self.abilities.server} gave an answer that cannot be: {error}") from error
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
-        return (await self.scored(token_ids)).logprobs
-
     async def scored(
-        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
     ) -> ScoreResponse:
-        """Logprobs as in `score`. Raises `RequestRefused` for those of other tokens, and for an adapter."""
-        if others or adapter is not None:
+        """Implements `PoolEngine`. Raises `RequestRefused` for logprobs of other tokens, and for an adapter."""
+        if others or adapter:
             raise self._only_own("others" if others else "model")
         failed_before = await self._admitted()
         with self._named.used() as newest:

@@ -95,14 +95,10 @@ class EnginePool(PoolMembers):
             whole.append(ended)
         return whole
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1 given those before them."""
-        return (await self.scored(token_ids)).logprobs
-
     async def scored(
         self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, model: NamedModel | None = None
     ) -> ScoreResponse:
-        """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
+        """Logprobs of a row as `PoolEngine` has them, by a named model if one is given."""
 
         async def ask(replica: Replica) -> ScoreResponse:
             answer = await replica.with_model(
@@ -175,7 +171,7 @@ class EnginePool(PoolMembers):
         context = [*request.prompt_ids, *sampled_ids]
 
         async def ask(replica: Replica) -> list[Completion]:
-            async def sampled(adapter: str | None, oldest: int) -> list[Completion]:
+            async def sampled(adapter: str, oldest: int) -> list[Completion]:
                 asked = AskedTokens(len(context), sampling, n, oldest, replica.max_model_len, replica.foreign)
                 answer = await replica.engine.generate(
                     context, sampling, n=n, priority=request.priority, adapter=adapter

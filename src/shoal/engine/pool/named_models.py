@@ -13,9 +13,12 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from shoal.files import ADAPTER_FILE, MODEL_FILE
+
+if TYPE_CHECKING:
+    from shoal.engine.pool.replica import PoolEngine
 
 TURN_S = 2.0
 MOST_ADAPTERS = 48
@@ -72,16 +75,6 @@ class NumberedWeights:
         return folder
 
 
-class AdapterEngine(Protocol):
-    """Engine that loads adapters by name."""
-
-    async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
-        """Loads an adapter, a directory in the form of peft; returns the Versions of all adapters by name."""
-
-    async def unload_adapter(self, name: str) -> dict[str, int]:
-        """Forgets an adapter; returns the Versions of the others by name."""
-
-
 @dataclass(slots=True, eq=False)
 class LoadedAdapter:
     """Adapter of a replica."""
@@ -98,7 +91,7 @@ class ReplicaAdapters:
     Invariant: an adapter stays loaded while a request uses it.
     """
 
-    def __init__(self, engine: AdapterEngine, numbers: NumberedWeights) -> None:
+    def __init__(self, engine: "PoolEngine", numbers: NumberedWeights) -> None:
         self._engine, self._numbers = engine, numbers
         self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # last used last
         self._loading = asyncio.Lock()

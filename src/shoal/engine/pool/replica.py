@@ -10,12 +10,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol, TypeVar
 
-from shoal.engine.pool.named_models import AdapterEngine, NamedModel, ReplicaAdapters
+from shoal.engine.pool.named_models import NamedModel, ReplicaAdapters
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable
-from shoal.interfaces import Engine
+from shoal.interfaces import EngineInfo
 from shoal.types import Completion, Sampling
 
 REST_S, LONGEST_REST_S = 5.0, 60.0
@@ -40,25 +41,33 @@ class ReplicaState(StrEnum):
     """The replica did not answer, or serves the wrong weights."""
 
 
-class PoolEngine(Engine, AdapterEngine, Protocol):
-    """Protocol that an engine must satisfy to join a pool."""
+class PoolEngine(Protocol):
+    """Protocol that an engine must satisfy to join a pool; see `interfaces.Engine`."""
 
     async def generate(
-        self,
-        prompt_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        n: int = 1,
-        priority: int = 0,
-        session: str = "",
-        adapter: str | None = None,
+        self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, adapter: str = ""
     ) -> list[Completion]:
         """Samples `n` completions of one prompt, with a loaded adapter if it is named."""
 
     async def scored(
-        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
     ) -> ScoreResponse:
-        """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
+        """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them.
+
+        `others` asks also for so many likely tokens, or for the listed ones, in the place of each.
+        """
+
+    async def update_weights(self, version: int, path: Path) -> None:
+        """Serves the weights at `path` as `version`."""
+
+    async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
+        """Loads an adapter, a directory in the form of peft; returns the Versions of all adapters by name."""
+
+    async def unload_adapter(self, name: str) -> dict[str, int]:
+        """Forgets an adapter; returns the Versions of the others by name."""
+
+    async def info(self) -> EngineInfo:
+        """Figures of the engine."""
 
     async def alive(self) -> None:
         """Returns when the engine answers. Raises `EngineUnavailable` otherwise."""
@@ -122,10 +131,10 @@ class Replica:
     used_s: float = 0.0
     """Time of the latest request."""
 
-    async def with_model(self, model: NamedModel | None, ask: Callable[[str | None, int], Awaitable[T]]) -> T:
-        """Answer of `ask`, which gets the loaded adapter, if any, and the oldest Version that may sample a token."""
+    async def with_model(self, model: NamedModel | None, ask: Callable[[str, int], Awaitable[T]]) -> T:
+        """Answer of `ask`, which gets the adapter's name, and the oldest Version that may sample a token."""
         if model is None or not model.adapter:
-            return await ask(None, self.version)
+            return await ask("", self.version)
         assert self.adapters is not None, "the pool serves no named models"
         async with self.adapters.used(model) as loaded:
             return await ask(loaded.name, loaded.version)

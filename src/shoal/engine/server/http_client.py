@@ -47,11 +47,11 @@ class HttpEngine:
         n: int = 1,
         priority: int = 0,
         session: str = "",
-        adapter: str | None = None,
+        adapter: str = "",
     ) -> list[Completion]:
-        """Samples `n` completions of one prompt, by a loaded adapter if it is named; higher priority goes first."""
+        """Implements `Engine` and `PoolEngine`: one engine serves all sessions."""
         params = protocol.SamplingParams(**asdict(sampling), n=n)
-        body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority, model=adapter)
+        body = protocol.GenerateRequest(list(prompt_ids), params, priority=priority, model=adapter or None)
         answer = await self._client.ask("POST", "/inference/v1/generate", protocol.GenerateResponse, body)
         if [choice.index for choice in answer.choices] != list(range(n)):
             raise WrongAnswer(f"{self._url} gave {len(answer.choices)} completions, expected 0 to {n - 1} in order")
@@ -60,15 +60,11 @@ class HttpEngine:
         except ValueError as error:
             raise WrongAnswer(f"{self._url} gave an answer that cannot be: {error}") from error
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Logprobs in nats at temperature 1 of tokens 1..L-1 given the tokens before them."""
-        return (await self.scored(token_ids)).logprobs
-
     async def scored(
-        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str | None = None
+        self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
     ) -> protocol.ScoreResponse:
-        """Logprobs as in `score`, and those of so many likely or of the listed tokens in the place of each."""
-        body = protocol.LogprobsRequest(list(token_ids), others, adapter)
+        """Implements `PoolEngine`."""
+        body = protocol.LogprobsRequest(list(token_ids), others, adapter or None)
         return await self._client.ask("POST", "/score", protocol.ScoreResponse, body)
 
     async def stream(
@@ -85,8 +81,7 @@ class HttpEngine:
 
     async def prompt_logprobs(self, token_ids: Sequence[int], top: int) -> list[ServedToken]:
         """Implements `interfaces.ModelServer`."""
-        body = protocol.LogprobsRequest(list(token_ids), top)
-        scored = await self._client.ask("POST", "/score", protocol.ScoreResponse, body)
+        scored = await self.scored(token_ids, top)
         tops = scored.others or [[]] * len(scored.logprobs)
         if not len(scored.logprobs) == len(tops) == len(token_ids) - 1:
             raise EngineUnavailable(f"{self._url} gave {len(scored.logprobs)} logprobs for {len(token_ids)} tokens")

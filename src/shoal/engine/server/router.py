@@ -59,6 +59,15 @@ def posted(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, obj
     return Route(path, handle, methods=["POST"])
 
 
+def bodiless(path: str, answer: Callable[[], Awaitable[object]], *, method: str = "GET") -> Route:
+    """Route that answers without a body."""
+
+    async def handle(_: Request) -> Response:
+        return json(await answer())
+
+    return Route(path, handle, methods=[method])
+
+
 def engine_app(
     engine: ServedEngine,
     *,
@@ -84,12 +93,6 @@ def engine_app(
 
         return Route(path, handle, methods=["POST"])
 
-    def get(path: str, answer: Callable[[], Awaitable[object]], *, method: str = "GET") -> Route:
-        async def handle(_: Request) -> Response:
-            return json(await answer())
-
-        return Route(path, handle, methods=[method])
-
     async def abort() -> dict[str, int]:
         return {"aborted": await engine.abort()}
 
@@ -103,9 +106,9 @@ def engine_app(
         posted("/update_weights", protocol.UpdateWeightsRequest, engine.update_weights),
         posted("/v1/load_lora_adapter", protocol.LoadAdapterRequest, engine.load_adapter),
         posted("/v1/unload_lora_adapter", protocol.UnloadAdapterRequest, engine.unload_adapter),
-        get("/abort_requests", abort, method="POST"),
-        get("/health", health),
-        get("/info", engine.info),
+        bodiless("/abort_requests", abort, method="POST"),
+        bodiless("/health", health),
+        bodiless("/info", engine.info),
     ]
     guard = Middleware(guarded, token=token, free=free)
     return Starlette(routes=[*routes, *more], middleware=[guard], lifespan=lifespan, exception_handlers=handlers)

@@ -28,7 +28,7 @@ from shoal.engine.compute.request import Draft, Request, scoring
 from shoal.engine.compute.step_engine import COUNTERS, GAUGES, StepEngine
 from shoal.engine.compute.weight_loading import check_below, weight_file
 from shoal.engine.server import protocol
-from shoal.engine.server.router import engine_app
+from shoal.engine.server.router import bodiless, engine_app
 from shoal.engine.server.token_stream import TokenStream, pass_on
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
 from shoal.interfaces import EngineInfo, LogitRules
@@ -153,9 +153,9 @@ class EngineServer:
         more = [
             Route("/stream", self._stream, methods=["POST"]),
             Route("/pause", self._pause, methods=["POST"]),
-            Route("/resume", self._resume, methods=["POST"]),
-            Route("/is_paused", self._is_paused),
-            Route("/weight_info", self._weight_info),
+            bodiless("/resume", self._resume, method="POST"),
+            bodiless("/is_paused", self._paused),
+            bodiless("/weight_info", self._served),
             Route("/metrics", self._metrics),
         ]
         handlers = HANDLERS | {ShoalError: self._counted_refusal, Exception: HANDLERS[ShoalError]}
@@ -235,7 +235,10 @@ class EngineServer:
 
     async def _lines(self, stream: TokenStream) -> AsyncIterator[bytes]:
         try:
-            async for tokens in stream:
+            reason = None
+            while reason is None:
+                tokens = await stream.queue.get()
+                reason = tokens.finish_reason
                 yield msgspec.json.encode(tokens) + b"\n"
         finally:
             self._streams.discard(stream)
@@ -274,14 +277,14 @@ class EngineServer:
         if name not in list(PauseMode):
             raise RequestRefused(f"mode: expected one of {', '.join(PauseMode)}, got {name!r}")
         await result(await self._call(lambda: self._engine.pause(PauseMode(name))))
-        return json(protocol.PausedState(self._engine.paused))
+        return json(await self._paused())
 
-    async def _resume(self, _: HttpRequest) -> Response:
+    async def _resume(self) -> protocol.PausedState:
         await self._call(self._engine.resume)
-        return json(protocol.PausedState(self._engine.paused))
+        return await self._paused()
 
-    async def _is_paused(self, _: HttpRequest) -> Response:
-        return json(protocol.PausedState(self._engine.paused))
+    async def _paused(self) -> protocol.PausedState:
+        return protocol.PausedState(self._engine.paused)
 
     async def abort(self) -> int:
         """Implements `ServedEngine`."""
@@ -324,9 +327,6 @@ class EngineServer:
 
     async def _served(self) -> protocol.WeightInfo:
         return await self._call(lambda: protocol.WeightInfo(self._engine.version, self._engine.checksum, self._failure))
-
-    async def _weight_info(self, _: HttpRequest) -> Response:
-        return json(await self._served())
 
     async def health(self) -> None:
         """Implements `ServedEngine`."""

@@ -1,14 +1,14 @@
 """Tokens of an answer under way, handed from the engine's thread to the event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
 from shoal.engine.compute.request import Request
 from shoal.interfaces import ServedToken, ServedTokens
 
 
 class TokenStream:
-    """The tokens of a request's one completion, some at a time; iterate over it on the event loop, once."""
+    """The tokens of a request's one completion, some at a time."""
 
     def __init__(self, request: Request, every: int) -> None:
         """`every` is the least number of tokens at a time until the last; 0 gives them all at once."""
@@ -17,7 +17,8 @@ class TokenStream:
         """Whether `news` has given the last tokens."""
         self._every = every
         self._seen = 0
-        self._queue: asyncio.Queue[ServedTokens] = asyncio.Queue()
+        self.queue: asyncio.Queue[ServedTokens] = asyncio.Queue()
+        """Tokens for the event loop; the last ones have a finish reason."""
 
     def news(self) -> ServedTokens | None:
         """The tokens since the last call, if they are enough or the last; for the engine's thread, after a step."""
@@ -31,20 +32,8 @@ class TokenStream:
         self._seen = len(draft.sampled)
         return ServedTokens(tuple(ServedToken(*row) for row in rows), draft.finish_reason)
 
-    def put(self, tokens: ServedTokens) -> None:
-        """Hands tokens over; on the event loop."""
-        self._queue.put_nowait(tokens)
-
-    async def __aiter__(self) -> AsyncIterator[ServedTokens]:
-        """Yields all tokens up to the last."""
-        while True:
-            tokens = await self._queue.get()
-            yield tokens
-            if tokens.finish_reason is not None:
-                return
-
 
 def pass_on(news: Iterable[tuple[TokenStream, ServedTokens]]) -> None:
     """Hands each stream its tokens; on the event loop."""
     for stream, tokens in news:
-        stream.put(tokens)
+        stream.queue.put_nowait(tokens)
