@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine_server import TOKEN, changed_weights, serving
 from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.replica import FAILURES_IN_A_ROW
 from shoal.engine.server.http_client import HttpEngine
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable, RequestRefused
@@ -187,9 +188,10 @@ def test_calls_of_one_session_go_to_one_engine() -> None:
 
 def test_an_engine_that_dies_loses_no_request_and_is_brought_up_when_it_is_back() -> None:
     async def body(pool: EnginePool) -> None:
-        asked = [asyncio.create_task(pool.generate([i], Sampling(40), n=2)) for i in range(60)]
+        engines[0].hangs, few = True, range(FAILURES_IN_A_ROW - 2)  # so few failures that the engine does not rest
+        asked = [asyncio.create_task(pool.generate([i], Sampling(40), n=2)) for i in few]
         await until(lambda: pool.replicas[0].load > 0)
-        engines[0].dead = True
+        engines[0].dead, engines[0].hangs = True, False
         for i, task in enumerate(asked):
             assert [c.token_ids for c in await task] == [true_answer([i], 40)] * 2
         await until(lambda: pool.replicas[0].state == "away")

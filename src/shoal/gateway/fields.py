@@ -1,6 +1,6 @@
 """Fields of a request: rules by which they are served, ignored or refused, and the limits of a body."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeAlias, TypeVar
@@ -35,8 +35,8 @@ class Refusal(SessionError):
 class Served:
     """A field that is served."""
 
-    how: str
-    values: Sequence[object] = ()
+    how: str = ""
+    values: tuple[object, ...] = ()
     """Values that are served; empty for all that the API has."""
     remedy: str = ""
     """Workaround for other values, as an imperative."""
@@ -63,7 +63,7 @@ class Unserved:
 
     remedy: str
     """Workaround, as an imperative."""
-    values: Sequence[object] = ()
+    values: tuple[object, ...] = ()
 
     def check(self, name: str, value: object) -> None:
         """Raises `Refusal` for a value that would have an effect."""

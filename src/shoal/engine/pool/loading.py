@@ -5,15 +5,23 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 from shoal.engine.pool.answers import AnswerRules, check_info, check_scores
 from shoal.engine.pool.canary import canary_of
 from shoal.engine.pool.named_models import NamedModel, NumberedWeights, ReplicaAdapters
 from shoal.engine.pool.replica import PoolEngine, Replica, ReplicaState, within
-from shoal.engine.server.http_client import PullingEngine
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, WrongAnswer
 
 UPDATE_TIMEOUT_S = 900.0
+
+
+@runtime_checkable
+class PullsVersions(Protocol):
+    """Engine whose host fetches a Version before the engine loads it."""
+
+    async def pull(self, version: int) -> None:
+        """Returns once the host has the Version's files. Raises `EngineError`."""
 
 
 @asynccontextmanager
@@ -23,11 +31,11 @@ async def pulled(version: int, engines: Iterable[object]) -> AsyncIterator[None]
     A failure is no news yet: the load fetches again.
     """
 
-    async def pull(engine: PullingEngine) -> None:
+    async def pull(engine: PullsVersions) -> None:
         with suppress(EngineError):
             await engine.pull(version)
 
-    pulling = [asyncio.create_task(pull(engine)) for engine in engines if isinstance(engine, PullingEngine)]
+    pulling = [asyncio.create_task(pull(engine)) for engine in engines if isinstance(engine, PullsVersions)]
     try:
         yield
     finally:
