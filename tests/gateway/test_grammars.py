@@ -1,4 +1,4 @@
-"""Answers under a grammar from a real engine: what it samples, logs, and leaves out of training."""
+"""Grammars of answers, in each form of a call: which texts they take."""
 
 import json
 from pathlib import Path
@@ -24,6 +24,16 @@ CALLS = {
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"x": 3}}]',
     "glm": "<tool_call>f\n<arg_key>x</arg_key>\n<arg_value>3</arg_value>\n</tool_call>",
 }
+
+
+def test_an_answer_under_a_schema_is_laid_out_as_the_model_likes_and_is_not_filled_with_blanks(tmp_path: Path) -> None:
+    made, own = renderer("qwen2.5"), tokenizer(STYLES["qwen2.5"])
+    own.save_pretrained(tmp_path)
+    grammar = answer_grammar(made, json.dumps(SCHEMA), (), "", "", one_call=False)
+    matcher = Grammars(tmp_path, len(own)).matcher(grammar, made.stop_token_ids)
+    for text, passes in (('{"x":3}', True), ('{\n\t"x": 3\n}', True), ("{" + 40 * "\n" + '"x":3}', False)):
+        tokens = made.token_ids(text)
+        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) == passes, text
 
 
 @pytest.mark.parametrize("style", CALLS)

@@ -115,7 +115,7 @@ def test_n_answers_become_choices_and_branches_with_one_prompt() -> None:
 
 
 def test_a_forced_call_and_a_format_reach_the_engine_as_a_grammar() -> None:
-    """The engine samples under the grammar; see tests/engine/test_grammars.py."""
+    """The engine samples under the grammar; see tests/trainer/test_trained_grammar.py."""
     named: Any = {"type": "function", "function": {"name": "add"}}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
     form: Any = {"format": {"type": "json_schema", "schema": {"type": "object"}}}

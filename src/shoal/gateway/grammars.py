@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from shoal.model.chat_template import ChatRenderer
 
 SPACE = "SPACE: /[ \\n]{0,4}/"
-ANY_OBJECT = '{"type": "object"}'
+BLANKS: dict[str, Json] = {"x-guidance": {"whitespace_pattern": "[ \\t\\r\\n]{0,32}"}}
+"""llguidance's bound on the blanks between two parts of JSON; without one a weak model fills its answer with them."""
 
 
 def answer_grammar(
@@ -27,7 +28,7 @@ def answer_grammar(
     """
     if not schema and not wanted:
         return ""
-    rules = _calls(renderer, wanted, tools, one_call) if wanted else ["answer: value", f"value: %json {schema}"]
+    rules = _calls(renderer, wanted, tools, one_call) if wanted else [f"answer: {_json(json.loads(schema))}"]
     return "\n".join([*_start(renderer, template), *rules, SPACE])
 
 
@@ -80,18 +81,15 @@ def _shape(renderer: "ChatRenderer", inner: str) -> str:
 
 def _call(renderer: "ChatRenderer", i: int, name: str, parameters: dict[str, Json]) -> list[str]:
     """Rules `call{i}` of the name and arguments of one tool."""
-    schema = json.dumps(parameters if parameters.get("type") == "object" else json.loads(ANY_OBJECT))
+    arguments = f"arguments{i}: {_json(parameters if parameters.get('type') == 'object' else {'type': 'object'})}"
     match renderer.call_format:
         case CallFormat.TAGGED_PAIRS:
             return _pairs(renderer, i, name, parameters)
         case CallFormat.LISTED if renderer.names_calls:
-            return [
-                f"call{i}: {json.dumps(name)} {_mark(renderer, '[ARGS]')} arguments{i}",
-                f"arguments{i}: %json {schema}",
-            ]
+            return [f"call{i}: {json.dumps(name)} {_mark(renderer, '[ARGS]')} arguments{i}", arguments]
     key = "parameters" if renderer.call_format is CallFormat.BARE_JSON else "arguments"
     head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
-    return [f'call{i}: {head} arguments{i} "}}"', f"arguments{i}: %json {schema}"]
+    return [f'call{i}: {head} arguments{i} "}}"', arguments]
 
 
 def _pairs(renderer: "ChatRenderer", i: int, name: str, parameters: dict[str, Json]) -> list[str]:
@@ -108,5 +106,10 @@ def _pairs(renderer: "ChatRenderer", i: int, name: str, parameters: dict[str, Js
         )
         parts.append(pair if isinstance(required, list) and key in required else f"({pair})?")
         whole = {**schema, **shared} if isinstance(schema, dict) else shared
-        rules.append(f"value{i}_{j}: " + (r"/[^<]*/" if is_text else f"%json {json.dumps(whole)}"))
+        rules.append(f"value{i}_{j}: " + (r"/[^<]*/" if is_text else _json(whole)))
     return [f"call{i}: {' '.join(parts)}", *rules]
+
+
+def _json(schema: dict[str, Json]) -> str:
+    """JSON that satisfies a schema."""
+    return f"%json {json.dumps({**BLANKS, **schema})}"
