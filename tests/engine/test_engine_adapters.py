@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
-from engine_server import PROMPT, serving
+from engine_server import PROMPT, threaded
 from shoal.engine.compute.adapters import FILE, PREFIX, SETTINGS, UNSUPPORTED
 from shoal.engine.compute.options import EngineLimits, OnUpdate
 from shoal.engine.compute.request import Request, scoring
@@ -194,7 +194,7 @@ def test_clients_load_adapters_over_http_and_name_them(tmp_path: Path) -> None:
         assert (await client.generate(PROMPT, GREEDY, adapter=str(path)))[0] == answers[2]
 
     async def session() -> None:
-        with serving(path, "--max-adapters=2", weights=tmp_path) as server:
+        with threaded(path, "--max-adapters=2", weights=tmp_path) as server:
             async with server.engine() as client:
                 await ask(client)
 

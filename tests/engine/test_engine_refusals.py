@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from engine_server import PROMPT, Server, serving
+from engine_server import PROMPT, Server, threaded
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K, Sampling
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model_dir: Path) -> Iterator[Server]:
-    with serving(tiny_model_dir, "--max-running", "4") as found:
+    with threaded(tiny_model_dir, "--max-running", "4") as found:
         yield found
 
 

@@ -1,4 +1,4 @@
-"""A real engine process over real HTTP."""
+"""A real engine over real HTTP, in a process where that counts."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_server import PROMPT, Server, changed_weights, running, serving, waiting
+from engine_server import PROMPT, Server, changed_weights, running, serving, threaded, waiting
 from environ import environment_of
 from external_engine import more_drawn
 from shoal.config import EngineConfig, ModelConfig
@@ -34,15 +34,14 @@ VOCABULARY = 102
 
 @pytest.fixture(scope="module")
 def server(tiny_model_dir: Path) -> Iterator[Server]:
-    arguments = ["--max-running", "4", "--max-waiting", "8", "--die-with-parent"]
-    with serving(tiny_model_dir, *arguments) as found:
+    with threaded(tiny_model_dir, "--max-running", "4", "--max-waiting", "8") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def roomy(tiny_model_dir: Path) -> Iterator[Server]:
     """Another engine of the same model, whose weights are called version 2."""
-    with serving(tiny_model_dir, "--max-running", "32", "--version", "2") as found:
+    with threaded(tiny_model_dir, "--max-running", "32", "--version", "2") as found:
         yield found
 
 
@@ -274,7 +273,7 @@ def test_every_token_but_the_first_has_a_score_whatever_chunks_they_are_prefille
             for length in range(1, 12):
                 assert len((await engine.scored([5 + i for i in range(length)])).logprobs) == length - 1
 
-    with serving(tiny_model_dir, "--chunk-tokens", "4") as server:
+    with threaded(tiny_model_dir, "--chunk-tokens", "4") as server:
         asyncio.run(ask(server))
 
 
@@ -300,7 +299,7 @@ def test_an_engine_that_dies_makes_its_requests_unavailable(tiny_model_dir: Path
         asyncio.run(ask(server))
 
 
-def test_an_engine_that_is_told_to_stop_gives_what_it_has_drawn(tiny_model_dir: Path) -> None:
+def test_a_process_hides_its_token_and_gives_what_it_has_drawn_when_it_is_told_to_stop(tiny_model_dir: Path) -> None:
     async def ask(server: Server) -> None:
         async with server.engine() as engine:
             answering = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=256))
@@ -311,6 +310,8 @@ def test_an_engine_that_is_told_to_stop_gives_what_it_has_drawn(tiny_model_dir: 
             assert sum(len(completion.token_ids) for completion in partial) >= 512
 
     with serving(tiny_model_dir, "--max-running", "256") as server:
+        for place in ("cmdline", "environ"):
+            assert server.token.encode() not in Path(f"/proc/{server.pid}/{place}").read_bytes()
         asyncio.run(ask(server))
 
 

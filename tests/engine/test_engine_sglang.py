@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from engine_server import changed_weights, serving
+from engine_server import changed_weights, threaded
 from external_engine import (
     adapter_version,
     adapters_under_way,
@@ -43,7 +43,7 @@ def files(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 @pytest.fixture(scope="module")
 def engine_url(tiny_model_dir: Path) -> Iterator[str]:
-    with serving(tiny_model_dir) as server:
+    with threaded(tiny_model_dir) as server:
         yield server.url
 
 
@@ -94,7 +94,7 @@ def test_in_place_requests_keep_their_kv_and_share_none_with_later_ones(
         assert any(set(answer.versions) == {0, 1} for answer in await task)
         await engine.generate(PROMPT, Sampling(2))
 
-    with serving(tiny_model_dir, "--on-update", "keep") as engine, contract(engine.url) as (url, server):
+    with threaded(tiny_model_dir, "--on-update", "keep") as engine, contract(engine.url) as (url, server):
         asked(url, tiny_model_dir, body, "keep")
         salts = [b["extra_key"] for path, b in server.asked if path == "/generate" and "extra_key" in b]
         assert salts == ["v0", "v1"]

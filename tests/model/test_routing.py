@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_models import saved
-from engine_server import serving
+from engine_server import threaded
 from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
@@ -51,7 +51,7 @@ def mixture(experts: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sampled(mixture: Path) -> list[list[Completion]]:
     """Answers of an engine that computes in bfloat16, as the engine of a run does, two for each prompt."""
-    with serving(mixture, "--dtype=bfloat16", "--record-routing") as server:
+    with threaded(mixture, "--dtype=bfloat16", "--record-routing") as server:
 
         async def ask() -> list[list[Completion]]:
             async with server.engine() as engine:

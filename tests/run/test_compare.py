@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from command import shoal
-from engine_server import serving
+from engine_server import threaded
 from shoal.config import to_toml
 from shoal.library.calls import config_of
 from shoal.run.demo_model.warm_start import DEMO_TASK, demo_model
@@ -43,7 +43,7 @@ def test_a_run_is_compared_with_the_model_it_began_with(tmp_path: Path) -> None:
 def test_the_model_of_an_engine_at_a_url_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "run.toml"
     config.write_text(to_toml(config_of("demo", DEMO_TASK, run_dir=str(tmp_path / "run"), max_tokens=12)))
-    with serving(demo_model()[0], "--max-model-len", "64") as server:
+    with threaded(demo_model()[0], "--max-model-len", "64") as server:
         monkeypatch.setenv("SHOAL_ENGINE_TOKEN", server.token)
         done = shoal("compare", "demo", server.url, f"--config={config}", "--questions=16", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from engine_server import TOKEN, Server, serving
+from engine_server import TOKEN, Server, threaded
 from shoal.engine.server.http_client import TOKEN_VARIABLE
 from shoal.experience.audit import audit
 from train_runs import events, start
@@ -120,7 +120,7 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
             err = (await asyncio.to_thread(process.communicate, timeout=240))[1]
             assert process.returncode == 0, err
 
-    with serving(tiny_model_dir) as honest, serving(tiny_model_dir) as behind:
+    with threaded(tiny_model_dir) as honest, threaded(tiny_model_dir) as behind:
         asyncio.run(run(honest, behind))
     report = audit(tmp_path / "run")
     assert report.ok, report.sentences()

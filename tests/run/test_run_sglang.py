@@ -6,7 +6,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from engine_server import serving
+from engine_server import threaded
 from external_engine import adapter_version
 from sglang_contract import contract
 from shoal.experience.audit import audit
@@ -19,7 +19,7 @@ def test_a_run_with_adapters_sends_them_by_name_where_it_is_told_to_and_merged_w
 ) -> None:
     """The adapter of an ended run is unloaded. A synchronous run overtakes no version before an engine has it."""
     old, _ = adapter_version(tiny_model_dir, tmp_path, 7)
-    with serving(tiny_model_dir) as engine, contract(engine.url) as (url, server):
+    with threaded(tiny_model_dir) as engine, contract(engine.url) as (url, server):
         left = json.dumps({"lora_name": "shoal-ended-v7", "lora_path": str(old.parent)}).encode()
         urlopen(Request(f"{url}/load_lora_adapter", left)).close()
         server.asked.clear()

@@ -1,6 +1,8 @@
 """An engine process for tests, and what several of them ask of it."""
 
+import asyncio
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +18,9 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 
 from shoal.engine.server.http_client import HttpEngine
+from shoal.engine.server.http_server import engine_of, options_of, server_of
 from shoal.net.process import receive_frame, send_frame, torch_environment
+from shoal.net.server import serving as net_serving
 from shoal.weights.store import WeightStore
 
 TOKEN = "the-engine-s-token"
@@ -67,6 +72,28 @@ def serving(model: Path, *arguments: str, weights: Path | None = None) -> Iterat
     finally:
         process.terminate()
         process.wait(20)
+
+
+@contextmanager
+def threaded(model: Path, *arguments: str, weights: Path | None = None) -> Iterator[Server]:
+    """The same server in a thread of this process, for tests that need no other process: it starts at once."""
+    options = options_of(["--model", str(model), "--weights", str(weights or tempfile.gettempdir()), *arguments])
+    server = server_of(engine_of(options), options, TOKEN, lambda error: None)
+    url, ending = Future[str](), Future[None]()
+
+    async def serve() -> None:
+        async with net_serving(server.app, idle_s=600, grace_s=1) as at:
+            url.set_result(at)
+            await asyncio.wrap_future(ending)
+            server.stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(asyncio.run, serve())
+        try:
+            yield Server(url.result(60), os.getpid(), TOKEN)
+        finally:
+            ending.set_result(None)
+            served.result(60)
 
 
 def changed_weights(model: Path, store: WeightStore, version: int, factor: float = -1.0) -> Path:

@@ -10,7 +10,7 @@ from test_trainer import groups
 from test_trainer_lora import scored, trainer
 
 from engine_models import saved
-from engine_server import PROMPT, serving
+from engine_server import PROMPT, threaded
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.engine.compute.weight_loading import ADAPTER_FILE, WeightSlots
@@ -76,7 +76,7 @@ def test_an_adapter_of_another_model_is_refused_by_name(tiny_model_dir: Path, tm
 
 def test_an_adapter_is_loaded_over_http_while_the_engine_serves(tiny_model_dir: Path, tmp_path: Path) -> None:
     path, ours = adapter(tiny_model_dir, WeightStore(tmp_path), 1)
-    with serving(tiny_model_dir, weights=tmp_path) as server:
+    with threaded(tiny_model_dir, weights=tmp_path) as server:
         before = server.ask("/score", {"token_ids": PROMPT})[1]["logprobs"]
         assert server.ask("/update_weights", {"version": 1, "path": str(path)})[1]["version"] == 1
         after = server.ask("/score", {"token_ids": PROMPT})[1]["logprobs"]

@@ -26,16 +26,17 @@ from shoal.net.server import serving
 
 if TYPE_CHECKING:
     from shoal.engine.compute.step_engine import StepEngine
+    from shoal.engine.server.routes import EngineServer
 
 
 def main(arguments: Sequence[str]) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = options_of(arguments)
     if options.die_with_parent:
         die_with_parent()
     try:
         with loading():
-            engine = _engine(options)
+            engine = engine_of(options)
         listening = listening_socket(options.host, options.port)
     except ShoalError as error:
         sys.stderr.write(f"{error}\n")
@@ -44,8 +45,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 async def _serve(engine: "StepEngine", listening: socket.socket, options: argparse.Namespace) -> int:
-    from shoal.engine.server.routes import EngineServer
-
     stopping, failures = asyncio.Event(), list[BaseException]()
 
     def crashed(error: BaseException) -> None:
@@ -55,13 +54,7 @@ async def _serve(engine: "StepEngine", listening: socket.socket, options: argpar
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     token, report = _token(options.fd)
-    server = EngineServer(
-        engine,
-        crashed=crashed,
-        token=token,
-        weights=[*options.weights, *_folders_of(Path(options.model))],
-        model_dir=Path(options.model),
-    )
+    server = server_of(engine, options, token, crashed)
     async with serving(server.app, listening=listening, idle_s=600, grace_s=1) as url:
         report(url)
         await stopping.wait()
@@ -69,7 +62,21 @@ async def _serve(engine: "StepEngine", listening: socket.socket, options: argpar
     return 1 if failures else 0
 
 
-def _engine(options: argparse.Namespace) -> "StepEngine":
+def server_of(
+    engine: "StepEngine", options: argparse.Namespace, token: str, crashed: Callable[[BaseException], None]
+) -> "EngineServer":
+    """Routes of an engine as the options say; clients send the token."""
+    from shoal.engine.compute.weight_loading import weight_file
+    from shoal.engine.server.routes import EngineServer
+
+    model = Path(options.model)
+    # The cache of the Hugging Face hub links to another folder.
+    own = [model, weight_file(model).resolve().parent] if model.is_dir() else []
+    return EngineServer(engine, crashed=crashed, token=token, weights=[*options.weights, *own], model_dir=model)
+
+
+def engine_of(options: argparse.Namespace) -> "StepEngine":
+    """Engine of the options' model. Raises a `ShoalError`."""
     import torch
 
     from shoal.engine.compute.step_engine import StepEngine
@@ -105,13 +112,6 @@ def _engine(options: argparse.Namespace) -> "StepEngine":
     )
 
 
-def _folders_of(model: Path) -> list[Path]:
-    """Folders of a model's own weights: the cache of the Hugging Face hub links to another folder."""
-    from shoal.engine.compute.weight_loading import weight_file
-
-    return [model, weight_file(model).resolve().parent] if model.is_dir() else []
-
-
 def _token(fd: int | None) -> tuple[str, Callable[[str], object]]:
     """Token that clients must send, and the function that reports the URL."""
     if fd is not None:
@@ -126,7 +126,8 @@ def _token(fd: int | None) -> tuple[str, Callable[[str], object]]:
     return token, lambda url: sys.stderr.write(f"serving at {url}\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """Options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m shoal.engine.server.http_server")
     defaults = EngineLimits(max_model_len=2)
     parser.add_argument("--model", required=True, help="Hugging Face directory or hub name")
@@ -152,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--on-update", default=OnUpdate.RECOMPUTE, choices=list(OnUpdate))
     parser.add_argument("--record-routing", action="store_true", help="answer with the experts of each token, too")
     parser.add_argument("--version", type=int, default=0, help="of the weights in --model")
-    return parser
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
