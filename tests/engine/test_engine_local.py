@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from engine_models import plain, saved
-from shoal.engine.compute.batch import SamplingRows, sample
 from shoal.engine.compute.options import EngineLimits, OnUpdate, PauseMode
-from shoal.engine.compute.request import Draft, Request, Uniforms, scoring
+from shoal.engine.compute.request import Draft, Request, scoring
 from shoal.engine.compute.step_engine import StepEngine
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
@@ -118,68 +117,6 @@ def test_logprobs_of_sampled_tokens_and_scores_agree_with_a_full_forward(
         finish(served)
         assert asked.drafts[0].scores[draft.prompt_len - 1 :] == pytest.approx(expected, abs=1e-4)
     assert len({tuple(draft.sampled) for draft in drafts(requests)}) == 9
-
-
-def answers(
-    path: Path, requests: Sequence[Request], *, reload_every: int | None = None, **limits: int
-) -> tuple[list[list[int]], list[list[float]], int]:
-    """Tokens, logprobs and interruptions, with the same weights loaded again every so many steps."""
-    served = engine(path, **limits)
-    for request in requests:
-        served.submit(request)
-    step = 0
-    while not served.idle:
-        if reload_every is not None and step % reload_every == reload_every - 1 and served.interruptions < 20:
-            served.update(served.slots.staged(served.version + 1, path, None))
-        served.step()
-        step += 1
-    found = drafts(requests)
-    return [d.sampled for d in found], [d.logprobs for d in found], served.interruptions
-
-
-def mixed_requests() -> list[Request]:
-    return [
-        Request(prompt_of(9), Sampling(60, temperature=0), n=2),
-        Request(prompt_of(30), Sampling(60, seed=5), n=3),
-        Request(prompt_of(3), Sampling(60, seed=5, temperature=0.7, top_p=0.9), n=2),
-        Request(prompt_of(5), Sampling(60, seed=6, top_k=5, min_p=0.05)),
-    ]
-
-
-def test_interrupted_answers_equal_uninterrupted_ones_when_weights_are_equal(directories: dict[str, Path]) -> None:
-    tokens, logprobs, _ = answers(directories["Qwen2"], mixed_requests())
-    again, logprobs_again, interruptions = answers(directories["Qwen2"], mixed_requests(), reload_every=3)
-    assert interruptions >= 10
-    assert again == tokens
-    for one, other in zip(logprobs_again, logprobs, strict=True):
-        assert one == pytest.approx(other, abs=1e-4)
-
-
-def test_a_seeded_request_draws_the_same_whatever_else_runs(directories: dict[str, Path]) -> None:
-    together, _, _ = answers(directories["Qwen2"], mixed_requests())
-    alone = [answers(directories["Qwen2"], [request], max_running=2)[0] for request in mixed_requests()]
-    assert together == [tokens for request in alone for tokens in request]
-
-
-def test_token_i_of_completion_j_is_decided_by_number_i_of_the_stream_of_seed_and_j(
-    directories: dict[str, Path],
-) -> None:
-    sampling = Sampling(15, seed=11, temperature=0.8, top_p=0.95)
-    tokens, _, _ = answers(directories["Qwen2"], [Request(prompt_of(6), sampling, n=3)])
-    model = plain(directories["Qwen2"])
-    for index in range(3):
-        uniforms, known = Uniforms(11, index), prompt_of(6)
-        for i in range(15):
-            with torch.inference_mode():
-                logits_1V = model(torch.tensor([known])).logits[0, -1:]
-            token_1, *_ = sample(logits_1V, SamplingRows([sampling]), torch.tensor([uniforms[i]]))
-            known.append(int(token_1))
-        assert tokens[index] == known[6:]
-
-
-def test_the_completions_of_a_seeded_request_differ(directories: dict[str, Path]) -> None:
-    tokens, _, _ = answers(directories["Qwen2"], [Request(prompt_of(5), Sampling(20, seed=1), n=4)])
-    assert len({tuple(drawn) for drawn in tokens}) == 4
 
 
 def test_tokens_after_an_update_follow_the_new_weights_and_their_versions_say_so(
@@ -348,20 +285,6 @@ def test_weights_that_are_not_right_are_refused_and_change_nothing(
         served.slots.staged(1, good, None)
     assert served.slots.staged(1, good, checksum(good)).checksum == checksum(good)
     assert all(torch.equal(tensor, before[name]) for name, tensor in served.model.state_dict().items())
-
-
-def test_the_stop_token_is_the_last_token_and_has_a_logprob(directories: dict[str, Path]) -> None:
-    model = plain(directories["Qwen2"])
-    expected = greedy(model, prompt_of(8), 40)
-    stop = expected[5]
-    served = engine(directories["Qwen2"])
-    request = Request(prompt_of(8), Sampling(40, temperature=0, stop_token_ids=(stop, 0)))
-    served.submit(request)
-    finish(served)
-    (draft,) = request.drafts
-    assert draft.sampled == expected[: expected.index(stop) + 1]
-    assert len(draft.logprobs) == len(draft.sampled)
-    assert draft.finish_reason is FinishReason.STOP
 
 
 def test_the_context_limit_ends_an_answer_with_length(directories: dict[str, Path]) -> None:
