@@ -15,7 +15,6 @@ from shoal.gateway.dialects import (
     ModelRequest,
     Reply,
     TextPart,
-    check_count,
     continued,
     conversation,
     function_tool,
@@ -115,7 +114,6 @@ def messages_ask(body: MessagesRequest, _: TokenTree) -> AnswerRequest:
 
 def _tools(body: MessagesRequest) -> Sequence[object]:
     """Tools that the model may see. Raises `Refusal`."""
-    check_count("tools", len(body.tools or ()))
     offered = body.tools if body.tool_choice is None or body.tool_choice.type != "none" else None
     return [function_tool(tool.name, tool.description, tool.input_schema) for tool in offered or ()]
 
@@ -132,7 +130,6 @@ def _template(body: MessagesRequest) -> str:
 
 def conversation_of(body: MessagesRequest) -> Conversation:
     """Conversation of a body. Raises `Refusal`."""
-    check_count("messages", len(body.messages))
     system = (Message(Role.SYSTEM, text_of("system", body.system)),) if body.system else ()
     turns = (one for i, message in enumerate(body.messages) for one in _messages(f"messages[{i}]", message))
     return continued(conversation((*system, *turns), _tools(body), _template(body)))

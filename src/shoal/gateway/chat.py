@@ -11,7 +11,6 @@ from shoal.gateway.dialects import (
     ROLES,
     ModelRequest,
     TextPart,
-    check_count,
     continued,
     conversation,
     schema_of,
@@ -197,7 +196,6 @@ class TokensRequest(ModelRequest, kw_only=True):
 
 def chat_ask(body: ChatRequest, _: TokenTree) -> AnswerRequest:
     """Answer request of a chat body. Raises `Refusal`."""
-    check_count("messages", len(body.messages))
     choice, named, offered = _choice(body)
     arguments = body.chat_template_kwargs or {}
     if body.reasoning_effort is not None:

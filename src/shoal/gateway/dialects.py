@@ -22,7 +22,7 @@ Body: TypeAlias = dict[str, Json]
 ROLES = {"system": Role.SYSTEM, "developer": Role.SYSTEM, "user": Role.USER, "assistant": Role.ASSISTANT}
 MOST_STOPS = 16
 MOST_MESSAGES = 8192
-"""Messages, blocks or tools of one request: rendering more of them takes seconds, even if they are short."""
+"""Messages of a conversation: rendering more of them takes seconds, even if they are short."""
 
 
 class ModelRequest(SamplingRequest, kw_only=True):
@@ -204,8 +204,8 @@ def text_of(where: str, content: str | Sequence[TextPart] | None) -> str:
 def conversation(messages: Iterable[Message], tools: Sequence[object] | None, template: str = "") -> Conversation:
     """Conversation of a request, with the tools as JSON whose fields keep their order. Raises `Refusal`."""
     whole = tuple(messages)
-    check_count("messages", len(whole))
-    check_count("tools", len(tools or ()))
+    if len(whole) > MOST_MESSAGES:
+        raise Refusal("messages", f"at most {MOST_MESSAGES} entries", len(whole), "leave out older ones")
     if not whole:
         raise Refusal("messages", "at least one", [])
     for i, message in enumerate(whole):
@@ -227,12 +227,6 @@ def event_bytes(event: Body, *, named: bool = False) -> bytes:
     """Server-sent event with this body; a named one carries its type."""
     data = b"data: " + msgspec.json.encode(event) + b"\n\n"
     return b"event: " + str(event["type"]).encode() + b"\n" + data if named else data
-
-
-def check_count(field: str, count: int) -> None:
-    """Raises `Refusal` for a list of more than `MOST_MESSAGES` entries."""
-    if count > MOST_MESSAGES:
-        raise Refusal(field, f"at most {MOST_MESSAGES} entries", count, "leave out older ones")
 
 
 def stops_of(field: str, asked: str | Sequence[str] | None) -> tuple[str, ...]:

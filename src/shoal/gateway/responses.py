@@ -15,7 +15,6 @@ from shoal.gateway.dialects import (
     ModelRequest,
     Reply,
     TextPart,
-    check_count,
     conversation,
     function_tool,
     schema_of,
@@ -94,8 +93,6 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
 
     Instructions replace the system message at the start of that conversation; without instructions it stays.
     """
-    if not isinstance(body.input, str):
-        check_count("input", len(body.input))
     if not body.input:
         raise Refusal("input", "a text, or at least one item", body.input)
     before = _conversation(tree, body.previous_response_id) if body.previous_response_id is not None else ()
@@ -105,7 +102,6 @@ def responses_ask(body: ResponsesRequest, tree: TokenTree) -> AnswerRequest:
     said = [Message(Role.USER, body.input)] if isinstance(body.input, str) else _messages(body.input)
     asked, choice, named = body.text and body.text.format, body.tool_choice or "auto", ""
     offered: Sequence[FunctionTool] = body.tools or ()
-    check_count("tools", len(offered))
     if isinstance(choice, ChosenFunction):
         choice, named, offered = _chosen(choice, offered)
     tools = [_offered(i, tool) for i, tool in enumerate(offered if choice != "none" else ())]

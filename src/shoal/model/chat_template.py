@@ -58,48 +58,30 @@ class ChatRenderer:
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.stop_token_ids = stop_token_ids
-        """Tokens that end an assistant's turn; the first one is the template's."""
-        self._stops = tuple(tokenizer.decode([stop], skip_special_tokens=False) for stop in stop_token_ids)
         template = tokenizer.chat_template or ""
-        # Channels separate thoughts from answers, as in GPT-OSS; other templates mark thoughts, or have none.
-        self._channels = CHANNEL in template and BODY in template
+        self.has_template = tokenizer.chat_template is not None
+        """Whether the model has a chat template; base models lack one."""
+        self.in_channels = CHANNEL in template and BODY in template
+        """Whether channels part thoughts from answers, as in GPT-OSS; other templates mark thoughts, or have none."""
         self._marks = next((marks for marks in MARKS if marks[1] in template), None)
-        self._base = lru_cache(BASES_KEPT)(self._rendered_base)
-        self._opens_thought = lru_cache(BASES_KEPT)(self._opening)
+        self.thought_marks = self._marks or THINK
+        """Marks that open and close a thought in an answer's text."""
         self.call_format = call_format(tokenizer.chat_template)
-        pairs = sorted(zip(stop_token_ids, self._stops, strict=True), key=lambda pair: self._end_at(pair[1]))
-        self.stop_token_ids = tuple(stop for stop, _ in pairs)
-        self._stops = tuple(text for _, text in pairs)
-
-    @property
-    def takes_tools(self) -> bool:
+        self.takes_tools = self.call_format is not CallFormat.NONE
         """Whether the template can show tools and the parser can read its model's calls."""
-        return self.call_format is not CallFormat.NONE
+        self.names_calls = "[ARGS]" in template
+        """Whether listed calls have the form `name[ARGS]{...}`."""
+        self._base = lru_cache(BASES_KEPT)(self._rendered_base)
+        self.opens_thought = lru_cache(BASES_KEPT)(self._opening)
+        """Whether the header of the assistant's turn opens a thought, under these template arguments."""
+        stops = {stop: tokenizer.decode([stop], skip_special_tokens=False) for stop in stop_token_ids}
+        self._stops = dict(sorted(stops.items(), key=lambda stop: self._end_at(stop[1])))
+        self.stop_token_ids = tuple(self._stops)
+        """Tokens that end an assistant's turn; the first one is the template's."""
 
     def parts_thoughts(self, template: str = "") -> bool:
         """Whether answers under these template arguments may have thoughts apart from them."""
-        return self._channels or self._marks is not None or self._opens_thought(template)
-
-    @property
-    def thought_marks(self) -> tuple[str, ...]:
-        """Marks that open and close a thought in an answer's text."""
-        return self._marks or THINK
-
-    @property
-    def has_template(self) -> bool:
-        """Whether the model has a chat template; base models lack one."""
-        return self._tokenizer.chat_template is not None
-
-    @property
-    def in_channels(self) -> bool:
-        """Whether channels part thoughts from answers."""
-        return self._channels
-
-    @property
-    def names_calls(self) -> bool:
-        """Whether listed calls have the form `name[ARGS]{...}`."""
-        return "[ARGS]" in (self._tokenizer.chat_template or "")
+        return self.in_channels or self._marks is not None or self.opens_thought(template)
 
     def is_special(self, text: str) -> bool:
         """Whether a text is the name of a special token."""
@@ -179,7 +161,7 @@ class ChatRenderer:
         `template` holds the template arguments of the conversation, as for `prompt_ids`. `after` is the earlier part of
         a truncated answer that this one continues.
         """
-        opened = self._opens_thought(template)
+        opened = self.opens_thought(template)
         if after is not None and (after.reasoning or after.content):
             opened = not after.content
         ids = self._without_stop(token_ids)
@@ -188,7 +170,7 @@ class ChatRenderer:
             return Answer(said.answer, said.thought)
         # Marks of calls may be special tokens, which plain text lacks.
         raw = self._raw(ids)
-        said = harmony(raw, opened=opened) if self._channels else Parted("", raw)
+        said = harmony(raw, opened=opened) if self.in_channels else Parted("", raw)
         if self._marks is not None:
             said = parted(raw, self._marks, opened=opened)
         split = split_calls(said.answer, self.call_format)
@@ -209,13 +191,13 @@ class ChatRenderer:
         None for a text that does not parse back to itself.
         """
         opened = self._ends_open(self._raw(list(prompt_ids[-HEADER_TOKENS:])))
-        said = parted(text) if self._channels or self._marks or opened else Parted("", text)
+        said = parted(text) if self.in_channels or self._marks or opened else Parted("", text)
         if any(self._plain(part) != part for part in (said.thought, said.answer)):
             return None
-        if self._channels:
+        if self.in_channels:
             native = in_channels(said)
         elif opened or said.thought:
-            native = in_form(said, self._marks or THINK, opened=opened)
+            native = in_form(said, self.thought_marks, opened=opened)
         else:
             native = text
         ids = self.token_ids(native)
@@ -241,7 +223,7 @@ class ChatRenderer:
             whole = self._rendered([*before, message], tools, "", prompt=False)
         except (jinja2.TemplateError, TypeError, ValueError):
             return None
-        closes = [at for stop in self._stops if (at := whole.find(stop, len(prompt))) >= 0]
+        closes = [at for stop in self._stops.values() if (at := whole.find(stop, len(prompt))) >= 0]
         if not whole.startswith(prompt) or not closes:
             return None
         ids = self.token_ids(whole[len(prompt) : min(closes)])
@@ -275,12 +257,12 @@ class ChatRenderer:
         if not unique or base[:asked_end] != full[:asked_end]:
             return None
         answered_end = full.find(ANSWERED) + len(ANSWERED)
-        closes = [at for stop in self._stops if (at := full.find(stop, answered_end)) >= 0]
+        closes = [at for stop in self._stops.values() if (at := full.find(stop, answered_end)) >= 0]
         return full[min(closes) :] if closes else None
 
     def _end_at(self, stop: str) -> float:
         """Place of a stop token in the template's text after an answer that is the last message; infinity for none."""
-        if self._tokenizer.chat_template is None:
+        if not self.has_template:
             return math.inf
         try:
             shown = self._base((Message(Role.USER, ASKED), Message(Role.ASSISTANT, ANSWERED)), "", "")
@@ -298,20 +280,15 @@ class ChatRenderer:
 
         Merging the close with later text would give another token, and a sampled close would be written twice.
         """
-        pairs = zip(self.stop_token_ids, self._stops, strict=True)
-        stop, mark = max(pairs, key=lambda pair: len(pair[1]) if text.startswith(pair[1]) else 0)
+        stop, mark = max(self._stops.items(), key=lambda pair: len(pair[1]) if text.startswith(pair[1]) else 0)
         return [stop, *self.token_ids(text[len(mark) :])]
 
-    def opens_thought(self, template: str = "") -> bool:
-        """Whether the header of the assistant's turn opens a thought, under these template arguments."""
-        return self._opens_thought(template)
-
-    def _opening(self, template: str) -> bool:
+    def _opening(self, template: str = "") -> bool:
         """Whether the header of the assistant's turn already opens a thought."""
         return self._ends_open(self._rendered([Message(Role.USER, ASKED)], "", template))
 
     def _ends_open(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith((self._marks or THINK)[0])
+        return prompt.rstrip().endswith(self.thought_marks[0])
 
     def _raw(self, ids: list[int]) -> str:
         """Text of tokens, special tokens included."""
@@ -319,11 +296,11 @@ class ChatRenderer:
 
     def _parted(self, ids: list[int], opened: bool) -> Parted:
         """Thought and answer of sampled tokens, where the template or the prompt marks thoughts."""
-        if self._channels:
+        if self.in_channels:
             return harmony(self._raw(ids), opened=opened)
         if self._marks is None and not opened:
             return Parted("", self.text(ids))
-        marks = self._marks or THINK
+        marks = self.thought_marks
         said, raw = (parted(text, marks, opened=opened) for text in (self.text(ids), self._raw(ids)))
         if raw.thought == said.thought and raw.complete == said.complete:
             return said
