@@ -202,15 +202,22 @@ def test_a_completion_waits_for_a_sibling_whose_prompt_gets_no_budget() -> None:
     assert plans[1].chunks[0].followers == (second,)
 
 
-def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> None:
+def begun(count: int, *, max_running: int, steps: int = 1) -> tuple[Scheduler[Simulated], list[Simulated]]:
+    """A scheduler with so many completions of one prompt of 10 tokens, after some steps."""
     scheduler: Scheduler[Simulated] = Scheduler(
-        max_running=2, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50
+        max_running=max_running, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50
     )
-    sequences = [Simulated(0, 10) for _ in range(3)]
+    sequences = [Simulated(0, 10) for _ in range(count)]
     for sequence in sequences:
         scheduler.add(sequence)
-    for sequence in computed(scheduler.plan(), 2, 100):
-        sequence.sampled.append(0)
+    for _ in range(steps):
+        for sequence in computed(scheduler.plan(), max_running, 100):
+            sequence.sampled.append(0)
+    return scheduler, sequences
+
+
+def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> None:
+    scheduler, sequences = begun(3, max_running=2)
     scheduler.remove(sequences[0])
     plan = scheduler.plan()
     assert [(copy.source, copy.target, copy.length) for copy in plan.copies] == [(sequences[1], sequences[2], 9)]
@@ -219,15 +226,7 @@ def test_a_completion_admitted_later_copies_the_prompt_of_a_running_one() -> Non
 
 
 def test_after_an_update_one_completion_of_a_prompt_is_computed_again_and_then_all_others_at_once() -> None:
-    scheduler: Scheduler[Simulated] = Scheduler(
-        max_running=8, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50
-    )
-    sequences = [Simulated(0, 10) for _ in range(8)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    for _ in range(3):
-        for sequence in computed(scheduler.plan(), 8, 100):
-            sequence.sampled.append(0)
+    scheduler, sequences = begun(8, max_running=8, steps=3)
     scheduler.forget(scheduler.running)
     for sequence in sequences:
         sequence.stored = 0
@@ -240,14 +239,7 @@ def test_after_an_update_one_completion_of_a_prompt_is_computed_again_and_then_a
 
 
 def test_all_copies_of_a_step_have_a_source_that_was_there_before_it() -> None:
-    scheduler: Scheduler[Simulated] = Scheduler(
-        max_running=3, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50
-    )
-    sequences = [Simulated(0, 10) for _ in range(3)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    for sequence in computed(scheduler.plan(), 3, 100):
-        sequence.sampled.append(0)
+    scheduler, sequences = begun(3, max_running=3)
     scheduler.forget(sequences[:2])
     assert [(copy.source, copy.target) for copy in scheduler.plan().copies] == [
         (sequences[2], sequences[0]),
@@ -256,14 +248,7 @@ def test_all_copies_of_a_step_have_a_source_that_was_there_before_it() -> None:
 
 
 def test_kv_of_older_weights_is_never_copied() -> None:
-    scheduler: Scheduler[Simulated] = Scheduler(
-        max_running=2, kv_budget_tokens=1000, chunk_tokens=100, max_model_len=50
-    )
-    sequences = [Simulated(0, 10) for _ in range(3)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    for sequence in computed(scheduler.plan(), 2, 100):
-        sequence.sampled.append(0)
+    scheduler, sequences = begun(3, max_running=2)
     scheduler.mark_stale(scheduler.running)
     scheduler.remove(sequences[0])
     plan = scheduler.plan()
