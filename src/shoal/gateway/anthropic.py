@@ -25,7 +25,7 @@ from shoal.gateway.dialects import (
 )
 from shoal.gateway.event_streams import EventStream
 from shoal.gateway.fields import Refusal
-from shoal.gateway.served_fields import MESSAGES_FIELDS, UNTRAINED
+from shoal.gateway.served_fields import rules_of
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
@@ -200,8 +200,8 @@ def _events(reply: Reply[MessagesRequest]) -> Iterator[Body]:
 
 MESSAGES = Dialect(
     MessagesRequest,
-    MESSAGES_FIELDS,
-    UNTRAINED,
+    rules_of("shared", "messages"),
+    rules_of("trained"),
     messages_ask,
     messages_body,
     partial(EventStream, events=_events),

@@ -84,7 +84,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class CompletionRequest(ModelRequest, kw_only=True):
-    """Fields that chat and text completions share; a trained session refuses some (`served_fields.UNTRAINED`)."""
+    """Fields that chat and text completions share; a trained session refuses some (`trained` in fields.toml)."""
 
     stream_options: StreamOptions | None = None
     n: int | None = 1

@@ -15,7 +15,7 @@ from shoal.gateway.chat import (
     tokens_ask,
 )
 from shoal.gateway.dialects import Body, Dialect, R, Reply, event_bytes
-from shoal.gateway.served_fields import CHAT_FIELDS, TEXT_FIELDS, TEXT_UNTRAINED, TOKENS_FIELDS, UNTRAINED
+from shoal.gateway.served_fields import rules_of
 from shoal.interfaces import ServedToken
 from shoal.net.chat import wire_of, wire_of_call
 from shoal.types import Json
@@ -193,14 +193,21 @@ def _likely(spell: Callable[[int], str], one: ServedToken) -> Json:
     return found
 
 
-CHAT = Dialect(ChatRequest, CHAT_FIELDS, UNTRAINED, chat_ask, chat_body, partial(CompletionStream, chat=True))
+CHAT = Dialect(
+    ChatRequest,
+    rules_of("shared", "completion", "chat"),
+    rules_of("trained"),
+    chat_ask,
+    chat_body,
+    partial(CompletionStream, chat=True),
+)
 TEXT = Dialect(
     TextRequest,
-    TEXT_FIELDS,
-    TEXT_UNTRAINED,
+    rules_of("shared", "completion", "text"),
+    rules_of("trained", "trained_text"),
     text_ask,
     text_body,
     partial(CompletionStream, chat=False),
     each=each_text,
 )
-TOKENS = Dialect(TokensRequest, TOKENS_FIELDS, UNTRAINED, tokens_ask, tokens_body)
+TOKENS = Dialect(TokensRequest, rules_of("shared", "tokens"), rules_of("trained"), tokens_ask, tokens_body)

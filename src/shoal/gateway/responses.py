@@ -23,7 +23,7 @@ from shoal.gateway.dialects import (
 )
 from shoal.gateway.event_streams import EventStream
 from shoal.gateway.fields import Refusal
-from shoal.gateway.served_fields import RESPONSES_FIELDS, UNTRAINED
+from shoal.gateway.served_fields import rules_of
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 
@@ -243,8 +243,8 @@ def _events(reply: Reply[ResponsesRequest]) -> Iterator[Body]:
 
 RESPONSES = Dialect(
     ResponsesRequest,
-    RESPONSES_FIELDS,
-    UNTRAINED,
+    {name: rule for name, rule in rules_of("shared", "responses").items() if name != "max_tokens"},
+    rules_of("trained"),
     responses_ask,
     responses_body,
     partial(EventStream, events=_events, numbered=True),

@@ -32,15 +32,6 @@ _TEXT = files("shoal.gateway").joinpath("fields.toml").read_text()
 _SECTIONS: Mapping[str, _Section] = msgspec.toml.decode(_TEXT, type=dict[str, _Section])
 
 
-def _rules(*sections: str) -> Rules:
+def rules_of(*sections: str) -> Rules:
+    """Rules of some sections; a later section replaces rules of an earlier one."""
     return {name: rule for section in sections for name, rule in _SECTIONS[section].rules.items()}
-
-
-UNTRAINED = _rules("trained")
-"""Fields that trained sessions refuse."""
-TEXT_UNTRAINED = _rules("trained", "trained_text")
-CHAT_FIELDS = _rules("shared", "completion", "chat")
-TEXT_FIELDS = _rules("shared", "completion", "text")
-TOKENS_FIELDS = _rules("shared", "tokens")
-RESPONSES_FIELDS = {name: rule for name, rule in _rules("shared", "responses").items() if name != "max_tokens"}
-MESSAGES_FIELDS = _rules("shared", "messages")
