@@ -168,7 +168,7 @@ def test_tokens_of_new_weights_go_out_only_when_the_canary_has_passed(lies: bool
         else:
             await updating
             assert [(await task)[0].versions for task in (both, new)] == [(0, 1, 1, 1), (1, 1, 1, 1)]
-            assert await scored == [RIGHT]
+            assert (await scored).logprobs == [RIGHT]
 
     asyncio.run(run())
 
