@@ -51,7 +51,7 @@ rollout.orchestrator:Orchestrator._start_one
                       reward.worker:reward_of
     experience.buffer:Buffer.add
       experience.log:insert_group
-engine.server.routes:EngineThread._run
+engine.server.engine_thread:EngineThread._run
   engine.compute.step_engine:StepEngine.step
     engine.compute.step_engine:StepEngine._compute
       engine.compute.step_engine:StepEngine._next_batch

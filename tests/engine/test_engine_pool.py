@@ -47,6 +47,8 @@ class CountingEngine:
     dead: bool = False
     refuses: bool = False
     hangs: bool = False
+    logprob: float = -0.5
+    """Of each token that it scores, in nats."""
     generation: int = 0
     """Counts aborts: requests of an earlier one end."""
     served: list[int] = field(default_factory=list)
@@ -80,7 +82,7 @@ class CountingEngine:
         self, token_ids: Sequence[int], others: int | list[list[int]] = 0, *, adapter: str = ""
     ) -> ScoreResponse:
         self.answering()
-        return ScoreResponse([-0.5] * (len(token_ids) - 1))
+        return ScoreResponse([self.logprob] * (len(token_ids) - 1))
 
     async def load_adapter(self, name: str, version: int, path: Path) -> dict[str, int]:
         raise RequestRefused("no adapters")

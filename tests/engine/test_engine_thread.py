@@ -13,7 +13,8 @@ import torch
 from shoal.engine.compute.options import EngineLimits, OnUpdate, PauseMode
 from shoal.engine.compute.request import Request
 from shoal.engine.compute.step_engine import StepEngine
-from shoal.engine.server.routes import EngineServer, EngineThread
+from shoal.engine.server.engine_thread import EngineThread
+from shoal.engine.server.routes import EngineServer
 from shoal.model.loading import load_model
 from shoal.types import Sampling
 from until import until

@@ -260,8 +260,7 @@ def test_an_engine_that_takes_weights_and_computes_with_others_serves_nothing(tm
     async def run() -> None:
         pool = EnginePool(on_event=told.append, patience_s=5)
         await pool.join("stale", CountingEngine())
-        honest = CountingEngine()
-        honest.score = lambda row: asyncio.sleep(0, [-2.5] * (len(row) - 1))  # type: ignore[method-assign]
+        honest = CountingEngine(logprob=-2.5)
         await pool.join("honest", honest)
         await pool.update_weights(1, tmp_path)
         assert [replica.state for replica in pool.replicas] == ["away", "ready"]

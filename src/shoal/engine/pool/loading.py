@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 
 from shoal.engine.pool.answers import AnswerRules, check_info, check_scores
 from shoal.engine.pool.canary import canary_of
-from shoal.engine.pool.named_models import NamedModel, NumberedWeights, ReplicaAdapters
-from shoal.engine.pool.replica import PoolEngine, Replica, ReplicaState, within
+from shoal.engine.pool.named_models import NamedModel, NumberedWeights
+from shoal.engine.pool.replica import PoolEngine, Replica, ReplicaAdapters, ReplicaState, within
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, WrongAnswer
 
 UPDATE_TIMEOUT_S = 900.0

@@ -5,24 +5,16 @@ loads it into a replica without requests. After `TURN_S` of waiting for such a r
 until a replica has answered its present ones.
 """
 
-import asyncio
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from shoal.files import ADAPTER_FILE, MODEL_FILE
 
-if TYPE_CHECKING:
-    from shoal.engine.pool.replica import PoolEngine
-
 TURN_S = 2.0
-MOST_ADAPTERS = 48
-"""Adapters that a replica keeps loaded; the least recently used one goes first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,56 +65,3 @@ class NumberedWeights:
         if folder is None:
             raise FileNotFoundError(f"no engine loads weights {version} now")
         return folder
-
-
-@dataclass(slots=True, eq=False)
-class LoadedAdapter:
-    """Adapter of a replica."""
-
-    name: str
-    version: int
-    users: int = 0
-    """Requests that it answers now."""
-
-
-class ReplicaAdapters:
-    """Adapters that a pool has loaded into one engine since its start.
-
-    Invariant: an adapter stays loaded while a request uses it.
-    """
-
-    def __init__(self, engine: "PoolEngine", numbers: NumberedWeights) -> None:
-        self._engine, self._numbers = engine, numbers
-        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # last used last
-        self._loading = asyncio.Lock()
-        self._freed = asyncio.Event()
-
-    @asynccontextmanager
-    async def used(self, model: NamedModel) -> AsyncIterator[LoadedAdapter]:
-        """The adapter of a model, loaded inside the block. Raises `EngineError`."""
-        async with self._loading:
-            loaded = self._loaded.get(model.adapter) or await self._load(model)
-            self._loaded.move_to_end(loaded.name)
-            loaded.users += 1
-        try:
-            yield loaded
-        finally:
-            loaded.users -= 1
-            self._freed.set()
-
-    async def _load(self, model: NamedModel) -> LoadedAdapter:
-        assert model.folder is not None
-        while len(self._loaded) >= MOST_ADAPTERS:
-            unused = next((name for name, one in self._loaded.items() if not one.users), None)
-            if unused is None:
-                self._freed.clear()
-                await self._freed.wait()
-            else:
-                del self._loaded[unused]
-                await self._engine.unload_adapter(unused)
-        with self._numbers.number(model.folder) as number:
-            versions = await self._engine.load_adapter(model.adapter, number, model.folder)
-        for unknown in versions.keys() - self._loaded.keys() - {model.adapter}:  # of an earlier pool
-            await self._engine.unload_adapter(unknown)
-        loaded = self._loaded[model.adapter] = LoadedAdapter(model.adapter, number)
-        return loaded

@@ -6,14 +6,15 @@ whose answers depart from those of the others, unless a later look finds them al
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from shoal.engine.pool.named_models import NamedModel, ReplicaAdapters
+from shoal.engine.pool.named_models import NamedModel, NumberedWeights
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable
 from shoal.interfaces import EngineInfo
@@ -24,6 +25,8 @@ MOST_WRONG = 3
 FORGIVEN_AFTER = 100
 """Good answers in a row after which one wrong answer is forgotten."""
 FAILURES_IN_A_ROW = 8
+MOST_ADAPTERS = 48
+"""Adapters that a replica keeps loaded; the least recently used one goes first."""
 KEPT_ROWS = 8
 """Newest sampled rows of a replica that wait for a comparison."""
 
@@ -77,6 +80,59 @@ class PoolEngine(Protocol):
 
     async def aclose(self) -> None:
         """Closes the connections."""
+
+
+@dataclass(slots=True, eq=False)
+class LoadedAdapter:
+    """Adapter of a replica."""
+
+    name: str
+    version: int
+    users: int = 0
+    """Requests that it answers now."""
+
+
+class ReplicaAdapters:
+    """Adapters that a pool has loaded into one engine since its start.
+
+    Invariant: an adapter stays loaded while a request uses it.
+    """
+
+    def __init__(self, engine: PoolEngine, numbers: NumberedWeights) -> None:
+        self._engine, self._numbers = engine, numbers
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()  # last used last
+        self._loading = asyncio.Lock()
+        self._freed = asyncio.Event()
+
+    @asynccontextmanager
+    async def used(self, model: NamedModel) -> AsyncIterator[LoadedAdapter]:
+        """The adapter of a model, loaded inside the block. Raises `EngineError`."""
+        async with self._loading:
+            loaded = self._loaded.get(model.adapter) or await self._load(model)
+            self._loaded.move_to_end(loaded.name)
+            loaded.users += 1
+        try:
+            yield loaded
+        finally:
+            loaded.users -= 1
+            self._freed.set()
+
+    async def _load(self, model: NamedModel) -> LoadedAdapter:
+        assert model.folder is not None
+        while len(self._loaded) >= MOST_ADAPTERS:
+            unused = next((name for name, one in self._loaded.items() if not one.users), None)
+            if unused is None:
+                self._freed.clear()
+                await self._freed.wait()
+            else:
+                del self._loaded[unused]
+                await self._engine.unload_adapter(unused)
+        with self._numbers.number(model.folder) as number:
+            versions = await self._engine.load_adapter(model.adapter, number, model.folder)
+        for unknown in versions.keys() - self._loaded.keys() - {model.adapter}:  # of an earlier pool
+            await self._engine.unload_adapter(unknown)
+        loaded = self._loaded[model.adapter] = LoadedAdapter(model.adapter, number)
+        return loaded
 
 
 @dataclass(frozen=True, slots=True)
