@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import aiohttp
-import pytest
 
 from benchmarks.view_run import write_run
 from browser import Page, chromium
@@ -162,12 +161,9 @@ def test_the_swarm_page_says_what_peers_brought(tmp_path: Path) -> None:
 
 def test_a_cost_is_hours_tokens_and_a_price_per_point_of_held_out_reward(tmp_path: Path) -> None:
     run = read_run(asyncio.run(made(tmp_path / "run", 7)))
-    found = cost("run", run, Prices(core_hour=2.0, gpu_hour=10.0))
+    rows = dict(cost("run", run, Prices(core_hour=2.0, gpu_hour=10.0)).rows)
     wall_h = max(float(step["time_s"]) for step in (*run.steps, *run.evals)) / 3600
-    assert (found.core_hours, found.gpu_hours) == (4 * wall_h, wall_h)
-    assert found.price == pytest.approx(18 * wall_h)
-    assert found.points == pytest.approx(25.0)
-    rows = dict(found.rows)
+    assert (rows["core-hours"], rows["GPU-hours"]) == (format(4 * wall_h, ".3g"), format(wall_h, ".3g"))
     assert rows["points of held-out reward"] == "+25.0"
     assert float(dict(cost("run", run, Prices(core_hour=1e-6)).rows)["price"]) > 0
     assert rows["price per point"] == format(18 * wall_h / 25, ".3g")

@@ -60,13 +60,13 @@ def test_a_few_sampled_answers_are_shown_of_every_task_and_always_the_same_quest
     ]
     assert shown_questions(tasks) == [0, 2, 1]
     shown = asyncio.run(evaluation(tasks, Echo())).answers
-    assert [one.values for one in shown[:1]] == [
+    assert shown[:1] == [
         {"number": 0, "task": "a", "question": "a 0", "truth": "yes", "answer": "a 0", "reward": 1.0, "reason": ""}
     ]
-    assert [one.question for one in shown] == ["a 0", "b 2", "a 1"]
+    assert [one["question"] for one in shown] == ["a 0", "b 2", "a 1"]
     long = Task("l", "s", (Message(Role.USER, "x" * 3 * MOST_CHARACTERS),), None)
     (one,) = asyncio.run(evaluation([long], Echo())).answers
-    assert len(one.question) == len(one.answer) == MOST_CHARACTERS
+    assert len(str(one["question"])) == len(str(one["answer"])) == MOST_CHARACTERS
     failed = Task("f", "s", (Message(Role.USER, "?"),), None)
     (one,) = asyncio.run(evaluation([failed], Marks())).answers
-    assert (one.reward, one.answer, one.reason) == (None, "", "scorer: failed: mine.py:2")
+    assert (one["reward"], one["answer"], one["reason"]) == (None, "", "scorer: failed: mine.py:2")

@@ -3,7 +3,7 @@
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import nan
 from statistics import fmean
 
@@ -23,26 +23,6 @@ MOST_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class ShownAnswer:
-    """Sampled answer to a held-out question, as people read it."""
-
-    number: int
-    """Place among the shown answers of an evaluation."""
-    task: str
-    question: str
-    truth: str | None
-    answer: str
-    reward: float | None
-    """None where no scorer judged the answer; `reason` then says why."""
-    reason: str
-
-    @property
-    def values(self) -> dict[str, float | str | None]:
-        """Values of a record of metrics.jsonl."""
-        return asdict(self)
-
-
-@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Scores of equal questions, answered twice, without the answers that no scorer judged."""
 
@@ -54,8 +34,8 @@ class Evaluation:
     """All rollouts by question, first those sampled as in training, then the greedy ones."""
 
     @property
-    def answers(self) -> Sequence[ShownAnswer]:
-        """Sampled answers to a few questions, the first answer to each."""
+    def answers(self) -> Sequence[Mapping[str, float | str | None]]:
+        """Sampled answers to a few questions, the first to each, by the names of `observe.names.ANSWER_NAMES`."""
         sampled = [(task, rollouts[0]) for task, purpose, rollouts in self.rollouts if purpose is Purpose.SAMPLED]
         chosen = shown_questions([task for task, _ in sampled])
         return [_shown(number, *sampled[index]) for number, index in enumerate(chosen)]
@@ -131,19 +111,19 @@ def shown_questions(tasks: Sequence[Task]) -> list[int]:
     return [index for _, index in sorted(ranks)[:SHOWN]]
 
 
-def _shown(number: int, task: Task, rollout: Rollout) -> ShownAnswer:
+def _shown(number: int, task: Task, rollout: Rollout) -> Mapping[str, float | str | None]:
     question = next((one.content for one in reversed(task.messages) if one.role is Role.USER), "")
     answer = next((one.content for one in reversed(rollout.messages) if one.role is Role.ASSISTANT), "")
     scored = rollout.reward.status is RewardStatus.SCORED
-    return ShownAnswer(
-        number,
-        task.service,
-        question[:MOST_CHARACTERS],
-        None if task.answer is None else task.answer[:MOST_CHARACTERS],
-        answer[:MOST_CHARACTERS],
-        rollout.reward.value if scored else None,
-        "" if scored else rollout.reason or rollout.reward.evidence,
-    )
+    return {
+        "number": number,
+        "task": task.service,
+        "question": question[:MOST_CHARACTERS],
+        "truth": None if task.answer is None else task.answer[:MOST_CHARACTERS],
+        "answer": answer[:MOST_CHARACTERS],
+        "reward": rollout.reward.value if scored else None,
+        "reason": "" if scored else rollout.reason or rollout.reward.evidence,
+    }
 
 
 def _full_marks(marks: Sequence[float]) -> float:

@@ -85,6 +85,6 @@ class HeldOutEvaluations:
         await asyncio.to_thread(write_answers, self.run_dir, steps_done, answers)
         self.values.append(evaluated.values)
         self.trackers.log_eval(steps_done, evaluated.values)
-        self.trackers.log_answers(steps_done, [one.values for one in evaluated.answers])
+        self.trackers.log_answers(steps_done, evaluated.answers)
         if evaluated.failure:
             self.trackers.log_event("rollout_failed", reason=evaluated.failure)

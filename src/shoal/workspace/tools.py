@@ -86,21 +86,17 @@ class Tools:
         return self._said(await self.workspace.run_program((*_PYTHON, _FILES.read_text()), self.limits, stdin=stdin))
 
     def _said(self, finished: Finished) -> str:
-        return said(finished, self.limits, self.most_characters)
-
-
-def said(finished: Finished, limits: ProgramLimits, most_characters: int) -> str:
-    """Output of a command and how it ended, as a model sees it."""
-    text = (finished.stdout + finished.stderr).decode(errors="replace")
-    if len(text) > most_characters:
-        half = most_characters // 2
-        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-    if finished.ok:
-        return text
-    why = f"exit code {finished.exit_code}"
-    if finished.ended is not Ended.EXITED:
-        why = "ended: " + _ENDS.get(finished.ended, finished.ended.value).format(limits=limits)
-    return f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}[{why}]"
+        """Output of a command and how it ended, as a model sees it."""
+        text = (finished.stdout + finished.stderr).decode(errors="replace")
+        if len(text) > self.most_characters:
+            half = self.most_characters // 2
+            text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+        if finished.ok:
+            return text
+        why = f"exit code {finished.exit_code}"
+        if finished.ended is not Ended.EXITED:
+            why = "ended: " + _ENDS.get(finished.ended, finished.ended.value).format(limits=self.limits)
+        return f"{text}{'' if not text or text.endswith(chr(10)) else chr(10)}[{why}]"
 
 
 def server(tools: Tools, name: str = "workspace") -> "MCPServer":

@@ -1,7 +1,6 @@
 """The bottleneck of a run, in one sentence with the setting that moves it."""
 
 import math
-from collections.abc import Sequence
 
 from shoal.observe.runs import RunRecords, known
 from shoal.observe.status import LATELY, lately
@@ -31,9 +30,10 @@ def bottleneck(run: RunRecords) -> str:
         return f"Both sides wait for something else {figures}: {_scorer(run)}."
     if engine >= trainer:
         now = "" if config is None else f", now {config.engine.max_running}"
+        waited = _share(run, "groups_wait_s")
         return (
-            f"Generation is the slower side {figures}: the trainer waits for groups {_for_groups(run, trainer):.0%} of "
-            f"the time. More engines (engine.count, engine.urls), engine.max_running{now}, or shorter answers move it."
+            f"Generation is the slower side {figures}: the trainer waits for groups {waited:.0%} of the time. "
+            f"More engines (engine.count, engine.urls), engine.max_running{now}, or shorter answers move it."
         )
     return (
         f"Training is the slower side {figures}: the engine stands still {1 - engine:.0%} of the time. "
@@ -45,8 +45,8 @@ def other_waits(run: RunRecords) -> list[str]:
     """Sentences about other long waits, each with the setting that moves it."""
     config = run.config
     each = (
-        (_share(run, ["save_s"]), "for checkpoints; checkpoint.every_steps moves it"),
-        (_share(run, ["write_s"]), "for Versions to be written; train.push_every moves it"),
+        (_share(run, "save_s"), "for checkpoints; checkpoint.every_steps moves it"),
+        (_share(run, "write_s"), "for Versions to be written; train.push_every moves it"),
     )
     found = [f"The trainer waits {share:.0%} of the time {what}." for share, what in each if share >= SLOW]
     closed = lately(run, "gate_closed")
@@ -58,15 +58,10 @@ def other_waits(run: RunRecords) -> list[str]:
     return found
 
 
-def _for_groups(run: RunRecords, trainer: float) -> float:
-    """Share of the time in which the trainer waited for groups; falls back to 1 - busy share."""
-    return _share(run, ["groups_wait_s"]) or 1 - trainer
-
-
-def _share(run: RunRecords, names: Sequence[str]) -> float:
-    """Seconds under some names over all seconds of the last steps; 0 without numbers."""
+def _share(run: RunRecords, name: str) -> float:
+    """Seconds under a name over all seconds of the last steps; 0 without numbers."""
     total = math.fsum(run.seconds()[-LATELY:])
-    return math.fsum(known(value for name in names for value in run.column(name)[-LATELY:])) / total if total else 0.0
+    return math.fsum(known(run.column(name)[-LATELY:])) / total if total else 0.0
 
 
 def _scorer(run: RunRecords) -> str:
