@@ -149,7 +149,11 @@ def test_a_right_program_that_waits_for_the_machine_is_repaired_all_the_same() -
 
 @pytest.mark.parametrize(
     ("name", "params", "message"),
-    [("chess", {}, "guess_number, hanoi"), ("hanoi", {"disk": 3}, "disk"), ("hanoi", {"disks": 0}, "1 to 12 disks")],
+    [
+        ("chess", {}, "guess_number, hanoi"),
+        ("hanoi", {"disk": 3}, "disk"),
+        ("hanoi", {"disks": 0}, "params: disks: expected int >= 1"),
+    ],
 )
 def test_what_cannot_be_played_is_refused_by_name(name: str, params: dict[str, int], message: str) -> None:
     with pytest.raises(TaskError, match=message):

@@ -6,8 +6,10 @@ import random
 import re
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from shoal.environments.trl import converse
 from shoal.interfaces import Model
@@ -28,14 +30,10 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 class Calculator(msgspec.Struct, frozen=True):
     """The reward is 1 when the last number of the first answer without a call is the value."""
 
-    terms: int = 4
-    digits: int = 3
-    turns: int = 6
+    terms: Annotated[int, Meta(ge=2, le=20)] = 4
+    digits: Annotated[int, Meta(ge=1, le=9)] = 3
+    turns: Annotated[int, Meta(ge=1)] = 6
     """Number of answers in one rollout; an answer may have several calls."""
-
-    def __post_init__(self) -> None:
-        if not (2 <= self.terms <= 20 and 1 <= self.digits <= 9 and self.turns >= 1):
-            raise ValueError("expected 2 to 20 terms of 1 to 9 digits, and at least 1 turn")
 
     def draw(self, rng: random.Random) -> Question:
         """Sums, differences and products of whole numbers."""

@@ -3,8 +3,10 @@
 import json
 import random
 import re
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from shoal.interfaces import Model
 from shoal.tasks.sdk import Question, environment
@@ -16,19 +18,17 @@ _NUMBER = re.compile(r"\d+")
 class GuessNumber(msgspec.Struct, frozen=True):
     """The reward is 1 when the number is found in time; `tries` that halve a range suffice for 2^tries - 1 numbers."""
 
-    smallest: int = 1
+    smallest: Annotated[int, Meta(ge=0)] = 1
     largest: int = 30
     size: int = 7
     """Number of candidates, out of the range above."""
-    tries: int = 3
+    tries: Annotated[int, Meta(ge=1)] = 3
     remind: bool = True
     """True if a hint also names the numbers that are left."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.size <= self.largest - self.smallest + 1:
             raise ValueError(f"size: expected 1 to largest - smallest + 1, got {self.size}")
-        if self.tries < 1 or self.smallest < 0:
-            raise ValueError("tries and smallest: expected at least 1 and 0")
 
     def draw(self, rng: random.Random) -> Question:
         """A range and a number in it."""

@@ -4,8 +4,10 @@ import json
 import random
 import re
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from shoal.interfaces import Model
 from shoal.tasks.sdk import Question, environment
@@ -19,13 +21,9 @@ _MOVE = re.compile(r"\b([ABC])\W*(?:to|->)?\W*([ABC])\b")
 class Hanoi(msgspec.Struct, frozen=True):
     """The reward is 1 when all disks are on peg C in time. A move against the rules gets a hint, and counts."""
 
-    disks: int = 3
-    spare: int = 2
+    disks: Annotated[int, Meta(ge=1, le=12)] = 3
+    spare: Annotated[int, Meta(ge=0)] = 2
     """Number of moves beyond 2^disks - 1, which suffice for any start."""
-
-    def __post_init__(self) -> None:
-        if not (1 <= self.disks <= 12 and self.spare >= 0):
-            raise ValueError("expected 1 to 12 disks and spare >= 0")
 
     def draw(self, rng: random.Random) -> Question:
         """Any start but the goal; its `info` has the peg of each disk, the smallest first."""

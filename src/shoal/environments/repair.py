@@ -2,8 +2,10 @@
 
 import json
 import random
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from shoal.checker import Code, UnitTest, unit_tests
 from shoal.environments.programs import argument, slipped
@@ -23,12 +25,8 @@ CHECKER = Code()
 class Repair(msgspec.Struct, frozen=True):
     """The reward is 1 when all tests pass within the attempts."""
 
-    attempts: int = 4
-    tests: int = 5
-
-    def __post_init__(self) -> None:
-        if self.attempts < 1 or not 1 <= self.tests <= 64:
-            raise ValueError("expected at least 1 attempt and 1 to 64 tests")
+    attempts: Annotated[int, Meta(ge=1)] = 4
+    tests: Annotated[int, Meta(ge=1, le=64)] = 5
 
     def check(self) -> None:
         """Raises `SandboxUnavailable` when this machine has no sandbox."""

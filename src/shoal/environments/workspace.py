@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from shoal.environments.programs import PROGRAMS, argument, slipped
 from shoal.environments.trl import converse
@@ -41,18 +43,14 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
 
     tasks: str = ""
     """File of tasks as JSON lines; empty for small programs with a slip."""
-    turns: int = 8
+    turns: Annotated[int, Meta(ge=1)] = 8
     """Number of answers in one rollout."""
     calls: bool = False
     """True for tool calls in the form of the model's chat template; else commands stand in blocks of text."""
-    command_s: float = 30.0
+    command_s: Annotated[float, Meta(gt=0)] = 30.0
     """Seconds that one command may take."""
-    most_characters: int = 4000
+    most_characters: Annotated[int, Meta(ge=100)] = 4000
     """Characters of a result that the model sees."""
-
-    def __post_init__(self) -> None:
-        if self.turns < 1 or self.command_s <= 0 or self.most_characters < 100:
-            raise ValueError("expected at least 1 turn, a command_s above 0 and at least 100 most_characters")
 
     def check(self) -> None:
         """Raises `SandboxUnavailable` when this machine has no workspaces, and `TaskError` for a wrong file."""

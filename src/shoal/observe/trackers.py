@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+
 from shoal.errors import ConfigError, RunDirError, did_you_mean, expected_one_of
 from shoal.files import replaced
 from shoal.plugins import own_code
@@ -40,21 +42,19 @@ class TrackedRun:
         """Name of the run's folder."""
         return self.run_dir.resolve().name
 
-    def known(self, kind: str) -> str | None:
-        """The run's id at a tracker; None before its first start."""
+    @property
+    def ids(self) -> dict[str, str]:
+        """The run's ids at its trackers, by kind. Raises `RunDirError`."""
         path = self.run_dir / IDS
         try:
-            ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        except (OSError, ValueError) as error:
+            return msgspec.json.decode(path.read_bytes(), type=dict[str, str]) if path.is_file() else {}
+        except (OSError, msgspec.MsgspecError) as error:
             raise RunDirError(f"{path}: expected the run's ids at its trackers: {error}") from error
-        return ids.get(kind) if isinstance(ids, dict) else None
 
     def keep(self, kind: str, run_id: str) -> None:
         """Keeps the run's id at a tracker."""
-        path = self.run_dir / IDS
-        ids = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        with replaced(path) as target:
-            target.write_text(json.dumps({**ids, kind: run_id}), encoding="utf-8")
+        with replaced(self.run_dir / IDS) as target:
+            target.write_bytes(msgspec.json.encode({**self.ids, kind: run_id}))
 
 
 class OtherTracker(Protocol):
@@ -117,7 +117,7 @@ class WandbTracker:
         import wandb
 
         self._wandb = wandb
-        before, options = run.known("wandb"), {"project": project, "name": run.name, "dir": str(run.run_dir)}
+        before, options = run.ids.get("wandb"), {"project": project, "name": run.name, "dir": str(run.run_dir)}
         self._run = wandb.init(**options, id=before, resume="allow", config=dict(run.settings))
         run.keep("wandb", self._run.id)
         # An evaluation ends after later steps were logged, and W&B drops values under an earlier step of its counter.
@@ -145,7 +145,7 @@ class MlflowTracker:
         from mlflow.entities import Metric
 
         self._metric, self._client = Metric, MlflowClient()
-        self._id = run.known("mlflow") or ""
+        self._id = run.ids.get("mlflow", "")
         if self._id:
             self._client.update_run(self._id, status="RUNNING")
         else:

@@ -230,12 +230,10 @@ class WorkerScorer:
                 why = ChildDied(f"a reward worker could not be started: {error}")
                 continue
             try:
-                await worker.receive(START_TIMEOUT_S)
+                await worker.ready(START_TIMEOUT_S)
             except BaseException as error:
                 worker.kill()
                 await worker.end()
-                if isinstance(error, TimeoutError):
-                    raise ChildDied(f"a reward worker was not ready after {START_TIMEOUT_S:g} s") from None
                 if not isinstance(error, ChildDied) or not worker.was_killed:
                     raise
                 why = error

@@ -125,7 +125,7 @@ class Definition(Environment):
         try:
             return dataclasses.replace(self, author=msgspec.convert(params, kind))
         except (msgspec.ValidationError, TypeError) as error:
-            raise TaskError(f"tasks.{self.name}.params: {error}") from None
+            raise TaskError(f"tasks.{self.name}.params: {checker.table_complaint(error, kind)}") from None
 
     def draw(self, split: Split, index: int) -> Task:
         """The task at an index. Raises `TaskError` when no question is found that belongs to the split."""
