@@ -12,7 +12,7 @@ from browser import Page, chromium
 from shoal.observe.runs import read_run
 from shoal.observe.view.cost import Prices, cost
 from shoal.observe.view.held_out import MOST_EVALUATIONS, Questions, answers, questions, spaced
-from shoal.observe.view.swarm import influence, swarm_status
+from shoal.observe.view.standing import influence, swarm_status
 from shoal.observe.view.timeline import timeline
 from shoal.observe.view.waits import bottleneck, other_waits
 from view_pages import DRAWN, made, seen, viewing
@@ -140,7 +140,7 @@ def test_the_swarm_page_says_what_peers_brought(tmp_path: Path) -> None:
             file.write(json.dumps({**record, "reward_external": 0.5}) + "\n")
     sentence = influence(read_run(run_dir))
     assert sentence.startswith("Over the last 4 steps a step trained 2 groups of peers. Their answers earned 0.500")
-    assert sentence.endswith("above the 0.163 of its own answers.")
+    assert sentence.endswith("above the 0.163 that its answers earned.")
     (run_dir / "swarm").mkdir()
     peers = {"0123456789abcdef": {"trust": 0.875, "taken": 7, "newcomer": False, "gaps": 0}}
     written = {"time_s": 1.0, "admitted": 12, "refused": {"unverified": 3}, "peers": peers}

@@ -46,8 +46,7 @@ from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.prose import PAGES, markdown_of_a_page
 from shoal.observe.view.reading import asked, glances, said, shortened, shown
-from shoal.observe.view.standing import figures, last_step, lead
-from shoal.observe.view.swarm import influence, swarm_status
+from shoal.observe.view.standing import figures, influence, last_step, lead, swarm_status
 from shoal.observe.view.timeline import timeline
 from shoal.observe.view.tokens import By, shades, tokens_of
 from shoal.observe.view.waits import bottleneck, other_waits
@@ -161,9 +160,9 @@ class ViewServer:
         return self._runs[name]
 
     def _page(self, http: Request, template: str, *, code: int = 200, **values: object) -> Response:
-        shown = {"runs": list(self._runs), "page": http.url.path, "run": None, **values}
+        shown = {"runs": list(self._runs), "page": http.url.path, "run": None, "here": http.url.include_query_params}
         with markdown_of_a_page():
-            return HTMLResponse(PAGES.get_template(template).render(shown), code)
+            return HTMLResponse(PAGES.get_template(template).render(shown | values), code)
 
     async def _refusal(self, http: Request, error: Exception) -> Response:
         assert isinstance(error, ShoalError)
@@ -194,8 +193,6 @@ class ViewServer:
             index=index,
             comes=not found.rows and not index.problem and written and index.lacks(wanted.step),
             last_step=newest,
-            previous=http.url.include_query_params(page=wanted.page - 1),
-            next=http.url.include_query_params(page=wanted.page + 1),
         )
 
     def _group(self, http: Request) -> Response:
@@ -209,7 +206,6 @@ class ViewServer:
             run=run.name,
             group=group,
             raw=place.raw,
-            other_look=http.url.include_query_params(raw=str(not place.raw).lower()),
             task=task,
             truth=shortened(task.answer or "") if task else "",
             question=[said(message) for message in messages],
@@ -246,8 +242,7 @@ class ViewServer:
             has_numbers=numbers is not None,
             has_text=extras.text is not None,
             has_advantages=any(token.advantage is not None for token in tokens),
-            previous=http.url.include_query_params(first=max(0, place.first - MOST_TOKENS)),
-            next=http.url.include_query_params(first=place.first + MOST_TOKENS),
+            most=MOST_TOKENS,
         )
 
     def _waits(self, http: Request) -> Response:
@@ -266,8 +261,6 @@ class ViewServer:
             steps=steps,
             found=found,
             pages=pages,
-            previous=http.url.include_query_params(page=wanted.page - 1),
-            next=http.url.include_query_params(page=wanted.page + 1),
         )
 
     def _question(self, http: Request) -> Response:
@@ -280,7 +273,6 @@ class ViewServer:
             "question.html",
             run=run.name,
             raw=wanted.raw,
-            other_look=http.url.include_query_params(raw=str(not wanted.raw).lower()),
             first=given[0],
             truth=shortened(given[0].truth or ""),
             question=[said(message) for message in given[0].messages[: given[0].asked]],

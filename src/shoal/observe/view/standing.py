@@ -1,12 +1,18 @@
-"""Where a run stands, in words and figures for the top of the overview."""
+"""Where a run stands, in words and figures for the top of the overview, and where a node stands in its swarm."""
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
+
+import msgspec
 
 from shoal.observe.listing import state_of
 from shoal.observe.metrics import number
 from shoal.observe.progress import duration
 from shoal.observe.runs import RunRecords, column, known
-from shoal.observe.status import lately
+from shoal.observe.status import LATELY, lately
+
+STATUS = Path("swarm") / "status.json"
 
 
 def last_step(run: RunRecords) -> int | None:
@@ -43,3 +49,27 @@ def _first_to_last(run: RunRecords, name: str) -> str:
     """A score of the first and of the last evaluation; empty without any."""
     scores = [f"{value:.3f}" for value in known(column(run.evals, name))]
     return " to ".join((scores[0], scores[-1])) if len(scores) > 1 else "".join(scores)
+
+
+def swarm_status(run_dir: Path) -> Mapping[str, object] | None:
+    """Newest status of a node; None when the run is in no swarm."""
+    try:
+        status = msgspec.json.decode((run_dir / STATUS).read_bytes(), type=dict[str, object])
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+    written_s = status.pop("time_s", None)
+    if isinstance(written_s, int | float):
+        status["written"] = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(written_s))
+    return status
+
+
+def influence(run: RunRecords) -> str:
+    """Sentence on the contribution of peers' groups to the last steps; empty for a run that trained none."""
+    groups, theirs, own = (lately(run, name) for name in ("external", "reward_external", "reward"))
+    if not groups or theirs is None or own is None:
+        return ""
+    better = "above" if theirs > own else "below" if theirs < own else "equal to"
+    return (
+        f"Over the last {min(LATELY, len(run.steps))} steps a step trained {groups:.2g} groups of peers. Their "
+        f"answers earned {theirs:.3f} by this node's own rewards, {better} the {own:.3f} that its answers earned."
+    )
