@@ -88,6 +88,18 @@ def test_an_archive_cannot_place_files_outside_of_its_tree(tmp_path: Path, own_c
         tree_of(tmp_path / "a.tar")
 
 
+@pytest.mark.parametrize("name", ["app", "shoal-home", "tmp"])
+def test_a_link_of_a_root_leads_no_folder_of_the_tree_to_this_machine(
+    name: str, tmp_path: Path, own_cache: None
+) -> None:
+    for folder in ("root/usr", "root/etc", "root/bin", "outside"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "root" / name).symlink_to(tmp_path / "outside")
+    with pytest.raises(TaskError, match="a link that leads elsewhere"):
+        tree_of(tmp_path / "root", place="/app")
+    assert not list((tmp_path / "outside").iterdir())
+
+
 def test_forks_share_the_tree_and_nothing_else(tree: Tree, kind: ForkKind) -> None:
     with fork(tree, kind) as one, fork(tree, kind) as other:
         assert said(one, "echo mine > new; rm -r tests; echo '#' >> sums.py; ls") == "new\nsums.py\n"

@@ -122,6 +122,10 @@ def _built(source: Path, place: str) -> Tree:
         inner = layer if has_system else layer / place.strip("/")
         _unpack(source, inner)
         for name in (f"{_HOME}/tmp", "tmp", place.strip("/")):
+            if not (layer / name).resolve().is_relative_to(layer.resolve()):
+                raise TaskError(
+                    f"workspace tree {source.name}: expected a folder {name}, got a link that leads elsewhere"
+                )
             (layer / name).mkdir(parents=True, exist_ok=True)
         return kept(layer, place, has_system=has_system)
 
