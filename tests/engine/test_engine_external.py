@@ -12,7 +12,6 @@ from shoal.engine.external.server_adapter import (
     Abilities,
     Asked,
     SampledCompletion,
-    ServerCounters,
     StopMode,
     counted,
     finish_reason,
@@ -112,8 +111,8 @@ class Scripted:
     async def alive(self) -> None:
         pass
 
-    async def counters(self) -> ServerCounters | None:
-        return None
+    async def counters(self) -> dict[str, int]:
+        return {}
 
     async def aclose(self) -> None:
         self.closed = True

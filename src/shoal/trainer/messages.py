@@ -150,7 +150,7 @@ class WeighGroups(msgspec.Struct, frozen=True, tag=True):
 
 
 class ComputeLogprobs(msgspec.Struct, frozen=True, tag=True):
-    """Request for the logprobs of whole rows; at temperature 1 they equal those of `Engine.score`."""
+    """Request for the logprobs of whole rows; at temperature 1 they equal those of an engine's `/score`."""
 
     rows: tuple[tuple[int, ...], ...]
     temperature: float = 1.0

@@ -199,7 +199,7 @@ class Trainer(TrainedModel):
     def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens.
 
-        At temperature 1 they equal `Engine.score` under the same weights, up to rounding.
+        At temperature 1 they equal an engine's `/score` under the same weights, up to rounding.
         """
         result: list[list[float]] = []
         with torch.no_grad(), self._precision(self._forward):

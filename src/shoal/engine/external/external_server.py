@@ -28,7 +28,6 @@ from shoal.engine.external.server_adapter import (
     Asked,
     SampledCompletion,
     ServerAdapter,
-    ServerCounters,
     StopMode,
     numbered,
 )
@@ -300,7 +299,8 @@ class ForeignEngine:
             reported = await self._adapter.version()
             if reported != served and served == self._version and not self._loading.locked():
                 self._version = UNKNOWN
-        counted = await self._adapter.counters() or ServerCounters(self._running, 0, self._tokens_drawn, 0)
+        own = {"running": self._running, "waiting": 0, "tokens_drawn": self._tokens_drawn, "tokens_prefilled": 0}
+        counted = own | await self._adapter.counters()
         self._count(0)
         now_s = time.monotonic()
         busy_share = min(1.0, self._busy_s / max(now_s - self._info_s, 1e-9))
@@ -310,11 +310,11 @@ class ForeignEngine:
             checksum="",
             max_model_len=self.abilities.max_model_len,
             busy_share=busy_share,
-            tokens_drawn=counted.tokens_drawn,
-            tokens_prefilled=counted.tokens_prefilled,
+            tokens_drawn=counted["tokens_drawn"],
+            tokens_prefilled=counted["tokens_prefilled"],
             interruptions=self._interruptions,
-            running=counted.running,
-            waiting=counted.waiting,
+            running=counted["running"],
+            waiting=counted["waiting"],
             foreign=True,
         )
 

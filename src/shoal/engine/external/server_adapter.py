@@ -50,16 +50,6 @@ class SampledCompletion:
 
 
 @dataclass(frozen=True, slots=True)
-class ServerCounters:
-    """Counters of a server since it started; `running` and `waiting` are current numbers."""
-
-    running: int
-    waiting: int
-    tokens_drawn: int
-    tokens_prefilled: int
-
-
-@dataclass(frozen=True, slots=True)
 class Asked:
     """A request for `n` completions of one prompt."""
 
@@ -120,8 +110,8 @@ class ServerAdapter(Protocol):
     async def alive(self) -> None:
         """Returns when the server answers."""
 
-    async def counters(self) -> ServerCounters | None:
-        """Counters of the server; None when it has no metrics."""
+    async def counters(self) -> dict[str, int]:
+        """Figures of the server by their names in `EngineInfo`; none when it has no metrics."""
 
     async def aclose(self) -> None:
         """Closes the connections."""
@@ -147,7 +137,7 @@ class HttpAdapter:
 
     name: str
     metrics: Mapping[str, str]
-    """Names of the server's metrics, with those of `ServerCounters`."""
+    """Names of the server's metrics, with those of `EngineInfo`."""
     adapter_routes: str
     """Path before the routes that load and unload adapters."""
 
@@ -184,10 +174,10 @@ class HttpAdapter:
         if status != 200:
             raise EngineUnavailable(f"{self.name} at {self._client.url} answered HTTP {status} on its health route")
 
-    async def counters(self) -> ServerCounters | None:
-        """Counters from Prometheus metrics; None when the server has none."""
+    async def counters(self) -> dict[str, int]:
+        """Figures from Prometheus metrics; none when the server has none."""
         status, data = await self._client.status("GET", "/metrics")
-        return ServerCounters(**counted(data.decode(errors="replace"), self.metrics)) if status == 200 else None
+        return counted(data.decode(errors="replace"), self.metrics) if status == 200 else {}
 
     async def aclose(self) -> None:
         """Closes the connections."""
