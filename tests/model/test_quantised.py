@@ -21,7 +21,7 @@ from shoal.types import Message, Role
 
 
 def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_its_template(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = untrained(Shape(width=32, feed_forward=64), seed=3)
@@ -29,6 +29,8 @@ def test_a_gguf_file_becomes_a_directory_with_the_same_weights_and_its_template(
     file = tmp_path / "models" / "tiny.gguf"
     write_gguf(model, file)
     directory = local_directory(str(file))
+    said = capfd.readouterr().err
+    assert all(line.startswith("reading tiny.gguf (once): ") for line in said.splitlines()), "no library's bar"
     assert (directory / "config.json").is_file()
     assert local_directory(str(file.parent)) == directory, "a directory with one GGUF file stands for it"
     row_T = torch.tensor([5, 6, 7, 40, 41])
