@@ -12,7 +12,8 @@ from shoal.errors import TaskError
 from shoal.software.checking import checked
 from shoal.software.formats import changed, oracle, recipe_of, reversed_patch, tasks_of
 from shoal.software.images import DockerLike, image_tree
-from shoal.software.planting import difference, make_set
+from shoal.software.planting import make_set
+from shoal.workspace.changes import difference_of
 from shoal.workspace.reports import ReportKind
 from shoal.workspace.tree import tree_of
 
@@ -179,8 +180,8 @@ def test_an_instance_of_swe_bench_has_its_tests_from_the_test_patch(tmp_path: Pa
         "repo": "owner/numbers",
         "base_commit": "0" * 40,
         "problem_statement": "clipped(11) gives 11.",
-        "patch": difference("src/numbers_of/__init__.py", wrong, SOURCE),
-        "test_patch": difference("tests/test_new.py", "", added).replace("--- a/tests/test_new.py", "--- /dev/null"),
+        "patch": difference_of("src/numbers_of/__init__.py", wrong, SOURCE),
+        "test_patch": difference_of("tests/test_new.py", "", added).replace("--- a/tests/test_new.py", "--- /dev/null"),
         "FAIL_TO_PASS": json.dumps(["tests/test_new.py::test_clipped"]),
         "PASS_TO_PASS": json.dumps(["tests/test_new.py::test_total"]),
         "version": "1",
@@ -200,7 +201,7 @@ def test_an_instance_without_its_repository_names_what_is_missing(tmp_path: Path
 
 def test_a_reversed_difference_undoes_it(tmp_path: Path) -> None:
     after = SOURCE.replace("return most", "return number").replace("result = 0", "result = 1\n    pass")
-    patch = difference("a.py", SOURCE, after)
+    patch = difference_of("a.py", SOURCE, after)
     (tmp_path / "a.py").write_text(SOURCE)
     for one in (patch, reversed_patch(patch)):
         subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=one.encode(), check=True)
@@ -210,4 +211,4 @@ def test_a_reversed_difference_undoes_it(tmp_path: Path) -> None:
 def test_a_test_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("other\n")
     with pytest.raises(TaskError, match="does not fit the tree"):
-        list(changed(tree_of(tmp_path), difference("a.py", "x\n", "y\n")))
+        list(changed(tree_of(tmp_path), difference_of("a.py", "x\n", "y\n")))

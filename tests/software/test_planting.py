@@ -10,8 +10,9 @@ from faulty_package import SOURCE, written
 from shoal.errors import TaskError
 from shoal.software.in_sandbox.suite import TestRun
 from shoal.software.instances import INSTANCES, Instance, package_tree
-from shoal.software.planting import difference, make_set, statement
+from shoal.software.planting import make_set, statement
 from shoal.software.suite import Suite
+from shoal.workspace.changes import difference_of
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,8 @@ def test_a_set_is_never_written_over(made: tuple[Path, dict[str, object], list[I
 
 def test_a_difference_has_the_form_of_git() -> None:
     after = SOURCE.replace("number > most", "number >= most")
-    assert difference("a.py", SOURCE, after).splitlines()[:2] == ["--- a/a.py", "+++ b/a.py"]
-    assert difference("a.py", "x", "y").endswith("-x\n\\ No newline at end of file\n+y\n\\ No newline at end of file\n")
-    assert json.dumps(difference("a.py", "x\x0cy\n", "x\x0cz\n")).count("\\n") == 5
+    assert difference_of("a.py", SOURCE, after).splitlines()[:2] == ["--- a/a.py", "+++ b/a.py"]
+    assert difference_of("a.py", "x", "y").endswith(
+        "-x\n\\ No newline at end of file\n+y\n\\ No newline at end of file\n"
+    )
+    assert json.dumps(difference_of("a.py", "x\x0cy\n", "x\x0cz\n")).count("\\n") == 5

@@ -1,8 +1,6 @@
 """Software tasks from a package: faults that some of its tests notice, as instances in the fields of SWE-smith."""
 
-import difflib
 import hashlib
-import io
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,6 +14,7 @@ from shoal.software.in_sandbox.suite import Tested, TestRun
 from shoal.software.instances import Instance, hardness, package_tree, write_set
 from shoal.software.suite import JOBS_AT_ONCE, Suite
 from shoal.tasks.holdout import EVAL_SHARE, split_of
+from shoal.workspace.changes import difference_of
 
 RUNS = 5
 """Runs of all tests; a test that is not green in each of them is left out."""
@@ -200,7 +199,7 @@ class Planting:
         return Instance(
             instance_id=f"{self.name}.{tried.site.function}.{digest}",
             repo=self.name,
-            patch=difference(tried.path, source, tried.text),
+            patch=difference_of(tried.path, source, tried.text),
             FAIL_TO_PASS=sorted(red),
             PASS_TO_PASS=[test for test in module if test not in red],
             problem_statement=statement(self.name, red),
@@ -212,13 +211,6 @@ class Planting:
             kind=tried.site.kind,
             red_share=len(red) / len(self.base.green),
         )
-
-
-def difference(path: str, before: str, after: str) -> str:
-    """A unified diff of one file, as git reads it."""
-    old, new = (list(io.StringIO(text, newline="\n")) for text in (before, after))
-    lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def statement(name: str, red: Mapping[str, str]) -> str:

@@ -1,6 +1,7 @@
 """Differences of a workspace from its tree, read from outside without following the agent's links."""
 
 import difflib
+import io
 import os
 import stat
 from collections.abc import Mapping
@@ -39,8 +40,13 @@ def _text(path: Path) -> str:
 
 def difference(workspace: Workspace, before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """Unified difference between two results of `files_of`."""
-    parts: list[str] = []
-    for name in sorted({*before, *after}):
-        old, new = (one[name] if name in one else _text(workspace.tree.base / name) for one in (before, after))
-        parts += difflib.unified_diff(old.splitlines(True), new.splitlines(True), f"a/{name}", f"b/{name}")
-    return "".join(part if part.endswith("\n") else f"{part}\n" for part in parts)
+    names, base = sorted({*before, *after}), workspace.tree.base
+    texts = [[one[name] if name in one else _text(base / name) for one in (before, after)] for name in names]
+    return "".join(difference_of(name, old, new) for name, (old, new) in zip(names, texts, strict=True))
+
+
+def difference_of(path: str, before: str, after: str) -> str:
+    """Unified difference of one file, as git reads it."""
+    old, new = (list(io.StringIO(text, newline="\n")) for text in (before, after))
+    lines = difflib.unified_diff(old, new, f"a/{path}", f"b/{path}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

@@ -89,7 +89,7 @@ def _filler(rng: random.Random, most: int) -> str:
 
 
 def _word(rng: random.Random) -> str:
-    """A word that instructions may have, or one that nobody knows, so that no text of a framework is a surprise."""
+    """A word that instructions may have, or an unknown one, so that no text of a framework is a surprise."""
     word = (
         rng.choice(WORDS) if rng.random() < 0.5 else "".join(rng.choices(string.ascii_lowercase, k=rng.randint(1, 8)))
     )
