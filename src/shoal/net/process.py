@@ -111,7 +111,7 @@ def torch_environment(threads: int, gpus: Sequence[str] = (), *, gathers: bool =
         "TOKENIZERS_PARALLELISM": "false",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "TQDM_DISABLE": "1",  # transformers' reader of GGUF files asks nobody else
+        "TQDM_DISABLE": "1",  # transformers' reader of GGUF files has no other switch
         **({"CUDA_VISIBLE_DEVICES": ",".join(gpus), "LOCAL_RANK": "0"} if gpus else {}),
     }
 
