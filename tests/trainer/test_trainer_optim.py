@@ -78,8 +78,8 @@ def test_biases_and_norms_are_never_decayed_whatever_their_shape(tmp_path: Path)
 
 def test_an_update_with_given_settings_is_that_of_torch() -> None:
     ours, theirs = (nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4)) for _ in range(2))
-    given = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    optimizer, torchs = Optimizer({"weight": ours}, TrainConfig()), torch.optim.AdamW([theirs], **given)
+    torchs = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = Optimizer({"weight": ours}, TrainConfig())
     adam = Adam(learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
     for step in range(4):
         gradient = torch.sin(torch.arange(12.0) + step).view(3, 4)
