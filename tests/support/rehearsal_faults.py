@@ -341,7 +341,8 @@ def run_seed(seed: int, folder: Path) -> World:
     for number in range(2 * MOST_LIVES):
         dies_at = float("inf") if number >= MOST_LIVES else 2 ** dice.uniform(0, 11)
         world.lives += 1
-        if lived(world, dice, dies_at):
+        # Dice of each life: how a dead process is buried decides nothing in the next one.
+        if lived(world, random.Random(dice.random()), dies_at):
             break
     _check(world)
     shutil.rmtree(run_dir, ignore_errors=True)

@@ -301,14 +301,14 @@ class EnginePool(PoolMembers):
         call = asyncio.timeout(None)
         try:
             async with call:
-                replica.calls.add(call)
+                replica.calls[call] = None
                 answer = await ask(replica)
             replica.answered()
             return answer
         except TimeoutError:
             raise EngineUnavailable(replica.last_error) from None
         finally:
-            replica.calls.discard(call)
+            replica.calls.pop(call, None)
             replica.load -= count
             if replica.name not in self._replicas or (self._waiting and not replica.load):
                 self._notify()

@@ -163,8 +163,8 @@ class Replica:
     """Update that loads weights into the engine now; also possible after the engine was lost."""
     watch: asyncio.Task[None] | None = None
     """Task of the latest check; a hanging engine keeps it from ending."""
-    calls: set[asyncio.Timeout] = field(default_factory=set)
-    """Timeouts of the requests under way; expiring a timeout returns its request to the pool."""
+    calls: dict[asyncio.Timeout, None] = field(default_factory=dict)
+    """Timeouts of the requests under way, oldest first; expiring a timeout returns its request to the pool."""
     wrong: int = 0
     """Wrong answers that are not forgotten."""
     good: int = 0
@@ -224,7 +224,7 @@ class Replica:
 
     def return_calls(self) -> None:
         """Expires the timeouts of the requests under way, which return to the pool."""
-        calls, self.calls = self.calls, set()  # an expiring timeout cannot be rescheduled again
+        calls, self.calls = self.calls, {}  # an expiring timeout cannot be rescheduled again
         now_s = asyncio.get_running_loop().time()
         for call in calls:
             call.reschedule(now_s)
