@@ -47,7 +47,7 @@ STATUS_PEERS = 256
 
 
 class Node(Peer):
-    """Peer that shares and takes groups; implements `interfaces.Swarm`. One event loop."""
+    """Peer that shares and takes groups. One event loop."""
 
     report_every_s = 10.0
 
