@@ -54,7 +54,7 @@ hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py tests/sandbox/test_hostile_agents.py
 
 fuzz: $(VENV)/dev-installed
-	$(BIN)/python tests/support/fuzz_servers.py 100000
+	PYTHONPATH=. $(BIN)/python tests/support/fuzz_servers.py 100000
 	$(BIN)/python tests/support/checkers_fuzz.py 20000
 	PYTHONPATH=tests/support:tests/engine $(BIN)/python tests/engine/test_rogue_engine.py 10000
 	PYTHONPATH=. $(BIN)/python tests/support/fuzz_tinker.py 20000

@@ -6,6 +6,7 @@ in its own as always; all with their real applications over real HTTP. `fuzz_att
 
 import asyncio
 import json
+import os
 import random
 import secrets
 import subprocess
@@ -293,6 +294,7 @@ def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, An
         child = stack.enter_context(
             subprocess.Popen(
                 [sys.executable, __file__, "--serve", str(folder)],
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,

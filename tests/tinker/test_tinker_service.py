@@ -21,6 +21,7 @@ from fuzz_tinker import POLICY, POSTS, floats, gradients, proto
 from shoal import wire
 from shoal.config import ModelConfig
 from shoal.errors import ChildDied, EngineError, ModelError, RequestRefused, TrainerError
+from shoal.tinker.bodies import encoded
 from shoal.tinker.data import gradient_of
 from shoal.tinker.models_trainer import ServerSettings
 from shoal.tinker.service import TinkerService
@@ -148,7 +149,7 @@ def test_a_request_that_raises_or_cannot_be_read_ends_only_itself_also_after_a_r
                     store.add_session("s", "owner")
                     store.add_sampler(Sampler("sampler", "s", "tiny", "", ""))
                     for model in ("bad", "good"):
-                        store.add_model(model, "s", "tiny", None, "", False)
+                        store.add_model(model, "s", "tiny", encoded(Adapter(2)), "", False)
                         service.submit(f"{model}/0", model, "create", b"")
                     for number, body in enumerate(samples):
                         service.submit(f"sampler/{number}", "sampler", "sample", body)

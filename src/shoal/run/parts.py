@@ -128,14 +128,15 @@ async def _ranks(
     Any number of ranks takes the same steps. With them come how they share the weights, and the memory of their
     smallest GPU, 0 on CPUs.
     """
-    config, gpus, shapes = prepared.config, prepared.devices.ranks, shapes_of(prepared.model_dir)
+    config, gpus = prepared.config, prepared.devices.ranks
     places = config.cluster.trainer
     if places is None or roles is None:
         log = Path(config.run_dir) / "logs" / "trainer.log"
         async with local_ranks(log, prepared.threads.trainer, config.train.ranks, gpus) as own:
             memory = gpu_bytes() if gpus else 0
-            yield own, trainer_mesh(config, shapes, memory), memory
+            yield own, trainer_mesh(config, shapes_of(prepared.model_dir), memory), memory
         return
+    shapes = shapes_of(prepared.model_dir)
     patience_s = LOST_FOR_GOOD_S if shrinks else None
     group = RankGroup(
         places.ranks,
