@@ -9,6 +9,7 @@ import _signal  # type: ignore[import-not-found]  # its `signal` takes a tenth o
 import math
 import resource
 import signal
+import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,10 @@ class OutOfTime(BaseException):
     """Raised in the middle of a judgement; no `except Exception` of a library catches it."""
 
 
+_LIMITED_CLOCK = -8 if sys.platform == "linux" else time.CLOCK_PROCESS_CPUTIME_ID
+"""Clock that RLIMIT_CPU limits: Linux counts ticks, (~0 << 3) | CPUCLOCK_PROF, seconds off the exact clock in time."""
+
+
 def within(cpu_s: float, judge: Judging, answer: str) -> tuple[float, str]:
     """Runs a judgement. Raises `OutOfTime` when it takes more processor time, and any error of `judge`."""
     armed = True
@@ -45,7 +50,7 @@ def within(cpu_s: float, judge: Judging, answer: str) -> tuple[float, str]:
 
     _, hardest = resource.getrlimit(resource.RLIMIT_CPU)
     _signal.signal(signal.SIGPROF, stop)
-    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.process_time() + cpu_s) + 1, hardest))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(time.clock_gettime(_LIMITED_CLOCK) + cpu_s) + 1, hardest))
     signal.setitimer(signal.ITIMER_PROF, cpu_s, AGAIN_S)
     try:
         return judge(answer)
