@@ -120,6 +120,28 @@ def test_a_judgement_deaf_to_signals_ends_with_its_process() -> None:
     assert ended.returncode == -signal.SIGXCPU
 
 
+LIMITED = """
+import resource, signal, time
+from shoal.reward.worker import LIMITED_CLOCK
+
+def stop(*_):
+    print(time.clock_gettime(LIMITED_CLOCK) - most)
+    raise SystemExit
+
+signal.signal(signal.SIGXCPU, stop)
+most = int(time.clock_gettime(LIMITED_CLOCK)) + 2
+resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+while True:  # between two ticks of the kernel, which then miss some of it
+    sum(range(20000))
+    time.sleep(0.0003)
+"""
+
+
+def test_the_kernel_limits_by_the_clock_that_a_judgement_is_limited_by() -> None:
+    ended = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True, timeout=120)
+    assert 0 <= float(ended.stdout) < 0.02
+
+
 WORDS = ("wonder", "thinking", "because", "nothing", "whatever", "anything", "together", "actually", "certainly")
 
 

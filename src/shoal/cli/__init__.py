@@ -220,7 +220,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out questions, sampled and greedy."""
     from shoal.config import load
-    from shoal.run.commands.compare import run_evaluation
+    from shoal.run.commands.evaluate import run_evaluation
 
     extra = [] if questions is None else [f"eval.questions={questions}"]
     show(run_evaluation(load(config, [*context.obj, *extra])), json_)

@@ -139,7 +139,7 @@ def chat(
 ) -> None:
     """Talk with a model. /new begins anew; Ctrl-D ends."""
     from shoal.config import parse
-    from shoal.run.commands.serve import ChatOptions, Prompt, chat_with
+    from shoal.run.commands.chat import ChatOptions, Prompt, chat_with
     from shoal.run.prepare import check_model
 
     def say(text: str) -> None:

@@ -197,7 +197,7 @@ class StepRows:
     """Masked late tokens by task."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Steps:
     """A trainer that takes steps on groups. Invariant: rows depend on the configuration, the groups and the Version."""
 
