@@ -1,13 +1,13 @@
 """The seams of Shoal, most of them Protocols. Implementations can be replaced; tests fake only these."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from shoal.types import Completion, FinishReason, Message, Outcome, Reward, Rollout, Sampling, Split, Task
+from shoal.types import Completion, FinishReason, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -129,6 +129,20 @@ class Model(Protocol):
         """OpenAI's client of this session; all sessions of a process share its connections."""
 
 
+class Follower(Protocol):
+    """Derives a state from a task's usable groups, in the order of the log, so that a resumed run has it again."""
+
+    @property
+    def memory(self) -> int:
+        """Number of the newest groups on which the state depends."""
+
+    def answered(self, group: Group) -> None:
+        """Takes the next group."""
+
+    def counts(self) -> Mapping[str, int]:
+        """The state's figures by name."""
+
+
 class Environment:
     """An environment draws tasks of one kind, and may hold their conversations and score their answers itself."""
 
@@ -136,6 +150,11 @@ class Environment:
     """Unique within a run."""
     notes: Sequence[str] = ()
     """Sentences about omitted questions."""
+
+    @property
+    def questions(self) -> Sequence[Task]:
+        """All training tasks, where they are a fixed set; empty where each index has a fresh question."""
+        return ()
 
     @property
     def converses(self) -> bool:

@@ -3,6 +3,7 @@
 Every field has a default that works, a sentence and a unit. Values that can be derived are not settings.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from itertools import chain
@@ -329,8 +330,8 @@ def _in_training(config: Config) -> Iterator[str]:
         )
     if train.dynamic_sampling and over_batch:
         yield (
-            "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got true: groups whose "
-            "rewards are all equal have a gradient there"
+            "train.dynamic_sampling: expected false with train.advantage = 'batch' or 'gae', got "
+            f"{json.dumps(train.dynamic_sampling)}: groups whose rewards are all equal have a gradient there"
         )
     if (overlong := train.overlong_tokens) >= rollout.max_tokens:
         yield f"train.overlong_tokens: expected less than rollout.max_tokens = {rollout.max_tokens}, got {overlong}"

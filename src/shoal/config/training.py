@@ -226,7 +226,11 @@ class TrainConfig(Section):
     overlong_tokens: int = Field(
         0, ge=0, description="Last tokens of rollout.max_tokens, over which the reward sinks by 1 (DAPO)."
     )
-    dynamic_sampling: bool = Field(False, description="Replace groups of equal rewards (DAPO), up to a bound.")
+    dynamic_sampling: bool | Literal["pool"] = Field(
+        False,
+        description="`true` replaces groups of equal rewards (DAPO), up to a bound. `pool` asks those questions of a "
+        "file whose rewards will likely differ.",
+    )
     lr: float = Field(1e-6, gt=0, le=1, description="Peak learning rate.")
     warmup_steps: int = Field(
         0, ge=0, description="Updates over which the learning rate rises, at first and after each reset."

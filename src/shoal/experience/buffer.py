@@ -17,6 +17,7 @@ from shoal.experience.gate import AdmissionGate
 from shoal.experience.log import LockedLog
 from shoal.experience.schema import ConsumedGroup, Recovered, RunMeta, StepRecord
 from shoal.experience.writer import LogWriter
+from shoal.interfaces import Follower
 from shoal.types import Group, Sample
 
 T = TypeVar("T")
@@ -63,6 +64,8 @@ class Buffer:
         """Is called whenever there may be more room than before."""
         self.on_finished: Callable[[Group], None] = lambda group: None
         """Is called with every usable group as soon as it is durable, and returns at once."""
+        self.followers: dict[str, Follower] = {}
+        """Followers of usable groups, by task service."""
         self._opened = opened
         self.counts: defaultdict[str, TaskCounts]
         """Per task service."""
@@ -106,6 +109,17 @@ class Buffer:
         """Keeps the trained groups of each task to `due`; call again when `due` changes."""
         self._balance.due = due
         self._offered.set()
+
+    def follow(self, service: str, follower: Follower) -> None:
+        """Has a follower take a task's usable groups: its newest in the log now, then each that becomes durable.
+
+        Blocks while it reads, so follow before the loop is busy.
+        """
+        if self._opened.lock is not None:  # a log in memory has no earlier groups
+            with log.snapshot(self._opened.path.parent) as connection:
+                for group in log.usable_groups(connection, service, follower.memory):
+                    follower.answered(group)
+        self.followers[service] = follower
 
     async def admit(self, group_id: str, service: str) -> int:
         """Waits until one more group may start; returns its Version of admission. First come, first served.
@@ -335,6 +349,8 @@ class Buffer:
         self.counts[service].finished += 1
         self._horizon = seq
         insort(self._waiting, WaitingGroup(group.oldest_version, seq, group))
+        if (follower := self.followers.get(service)) is not None:
+            follower.answered(group)
         self._balance.delivered(service)
         self._wake_starters()
         self._offered.set()

@@ -327,7 +327,17 @@ def external_groups(connection: sqlite3.Connection, most: int) -> list[Group]:
     return [group for _, group in _groups(connection, newest, most)][::-1]
 
 
-def _groups(connection: sqlite3.Connection, which: str, *values: int) -> Iterator[tuple[int, Group]]:
+def usable_groups(connection: sqlite3.Connection, service: str, newest: int) -> Iterator[Group]:
+    """The newest own groups of a task that had enough to train on, trained or not, oldest first."""
+    usable = (
+        "SELECT finished_seq FROM groups JOIN started USING (group_id) LEFT JOIN ended USING (group_id) "
+        "WHERE service = ? AND peer_id IS NULL AND outcome IS NOT 'failed' ORDER BY finished_seq DESC LIMIT ?"
+    )
+    found = _groups(connection, f"WHERE finished_seq IN ({usable}) ORDER BY finished_seq", service, newest)
+    return (group for _, group in found)
+
+
+def _groups(connection: sqlite3.Connection, which: str, *values: int | str) -> Iterator[tuple[int, Group]]:
     """Finished groups with their finished_seq."""
     rows = connection.execute(
         "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, message_id "

@@ -146,8 +146,8 @@ class TrainSettings(TypedDict, total=False):
     """`pad` replaces failed rollouts by repeated finished ones (GLM-5)."""
     overlong_tokens: int
     """Last tokens of rollout.max_tokens, over which the reward sinks by 1 (DAPO)."""
-    dynamic_sampling: bool
-    """Replace groups of equal rewards (DAPO), up to a bound."""
+    dynamic_sampling: bool | Literal["pool"]
+    """`true` replaces groups of equal rewards (DAPO), up to a bound. `pool` asks those questions of a file whose rewards will likely differ."""
     lr: float
     """Peak learning rate."""
     warmup_steps: int

@@ -17,6 +17,7 @@ from shoal.experience.buffer import Buffer
 from shoal.interfaces import Environment
 from shoal.rollout.first_failures import FirstFailures
 from shoal.rollout.mixture_weights import Adjuster
+from shoal.rollout.question_pool import QuestionPool
 from shoal.rollout.ratios import Quotas
 from shoal.tasks.remote_server import NO_PROCESS, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
@@ -68,6 +69,8 @@ class Source:
     """Number of groups that may run at once now; None leaves it to the gate."""
     health: Health | None = None
     """Has it rest after failed groups; None lets failed groups end the run."""
+    pool: QuestionPool | None = None
+    """Chooses among a fixed set of questions; None takes them as the environment draws them."""
     on_presence: Callable[[str, bool], None] = lambda name, present: None
     """Called when the environment's share goes to others (False) and comes back (True); set by an orchestrator."""
     _away: set[str] = field(default_factory=set)
@@ -80,6 +83,8 @@ class Source:
 
     async def draw(self, index: int) -> Task:
         """The training task at `index`, or another one when another attempt may help. Raises `TaskError`."""
+        if self.pool is not None:
+            return self.pool.draw(index)
         wait_s = REDRAW_S
         while True:
             try:
@@ -97,7 +102,11 @@ class Source:
 
     async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
         """The rollouts of a task. A failure is a rollout's status and reason, never an exception."""
-        rollouts = await self.answer(task)
+        try:
+            rollouts = await self.answer(task)
+        finally:
+            if self.pool is not None:
+                self.pool.ended(task)
         bad = sum(rollout.status is RolloutStatus.FAILED for rollout in rollouts)
         if self.health is not None and (rest_s := self.health.ended(usable=2 * bad < len(rollouts))):
             self.lend("it rests", True)

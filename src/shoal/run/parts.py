@@ -26,6 +26,7 @@ from shoal.rollout.agents.clients import Agent
 from shoal.rollout.agents.runner import AgentRunner, Play
 from shoal.rollout.mixture_weights import BOUNDS, Adjuster
 from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
+from shoal.rollout.question_pool import QuestionPool
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
 from shoal.run.engines import RunEngines, engines
@@ -38,6 +39,7 @@ from shoal.run.teacher import text_teacher
 from shoal.tasks.remote_environment import EnvironmentScorer
 from shoal.tasks.remote_server import TaskServer
 from shoal.trainer.worker import TrainerProcess, local_ranks
+from shoal.types import seed_for
 from shoal.weights.store import WeightStore
 
 
@@ -229,6 +231,20 @@ def _groups_at_once(environment: Environment, agent: Agent | None, speed: int | 
     return max(most // group_size, 1) if own is None else -(-most // group_size)
 
 
+def question_pool(task: Environment, config: Config, buffer: Buffer, on_event: OnEvent) -> QuestionPool | None:
+    """Opens the pool of a task's questions with the answers in the log; None, with an event, where it is off."""
+    if config.train.dynamic_sampling != "pool":
+        return None
+    if not (questions := task.questions):
+        why = "off: each question is fresh, or drawn by another process, so that no answer tells about a later question"
+        on_event("question_pool", task=task.name, reason=why)
+        return None
+    pool = QuestionPool(questions, config.rollout.group_size, seed_for("question pool", task.name, config.seed))
+    buffer.follow(task.name, pool)
+    on_event("question_pool", task=task.name, reason=f"chooses among {len(questions)} questions")
+    return pool
+
+
 def orchestrator(
     prepared: Prepared, runner: Runner, buffer: Buffer, on_event: OnEvent = lambda name, **details: None
 ) -> Orchestrator:
@@ -250,6 +266,7 @@ def orchestrator(
             partial(runner.rollouts, n=size),
             partial(_groups_at_once, one, agents.get(name), speeds.get(name), size),
             Health() if served is not None and name in served.services else None,
+            question_pool(one, config, buffer, on_event),
         )
         for name, one in prepared.environments.items()
     ]

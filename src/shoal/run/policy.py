@@ -317,7 +317,7 @@ class Policy(Steps):
 
     async def take(self) -> list[Group]:
         """Takes the groups of one step from the buffer."""
-        take = informative_groups if self.config.train.dynamic_sampling else Buffer.take
+        take = informative_groups if self.config.train.dynamic_sampling is True else Buffer.take
         return await take(self.buffer, self.config.train.groups_per_step, self.version)
 
     async def aclose(self) -> None:

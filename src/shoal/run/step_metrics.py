@@ -88,6 +88,7 @@ class StepMetrics:
             **{f"late_tokens/{name}": count for name, count in late_tokens.items()},
             "cut_share": fmean(was_cut(rollout) for rollout in finished),
             "waiting": self.buffer.waiting,
+            **_question_counts(self.buffer),
             **{name: self._waited_s[name] for name in WAITS},
             "load_s": load_s,
             "gate_closed": self.watch.held_back_share,
@@ -112,6 +113,14 @@ def _scorer_values(scorer: Scorer) -> Mapping[str, float]:
     inner = scorer.scorer if isinstance(scorer, BinaryScorer) else scorer
     inner = inner.others if isinstance(inner, EnvironmentScorer) else inner
     return inner.values if isinstance(inner, RewardService) else {}
+
+
+def _question_counts(buffer: Buffer) -> dict[str, float]:
+    """Questions of the pools, by what their answers tell."""
+    total = Counter[str]()
+    for follower in buffer.followers.values():
+        total.update(follower.counts())
+    return {f"questions/{kind}": count for kind, count in total.items()}
 
 
 def _lost_groups(buffer: Buffer) -> dict[str, int]:

@@ -54,6 +54,11 @@ class JsonlService(Environment):
         except TaskError as error:
             raise TaskError(f"{config.path}: {'; '.join([str(error), *self.notes])}") from None
 
+    @property
+    def questions(self) -> Sequence[Task]:
+        """All training tasks, in the order of the file."""
+        return self.tasks(Split.TRAIN)
+
     def tasks(self, split: Split) -> Sequence[Task]:
         """All tasks of a split, in the order of the file."""
         return self.epochs.of[split]

@@ -37,7 +37,7 @@ from shoal import checker
 from shoal.errors import TaskError
 from shoal.interfaces import Environment, Model
 from shoal.plugins import described, numbers_of, own_code
-from shoal.tasks.holdout import EVAL_SHARE, first_of, prompt, rewritten
+from shoal.tasks.holdout import EVAL_SHARE, Epochs, first_of, prompt, rewritten
 from shoal.types import Json, Message, Outcome, Receipt, Reward, RewardStatus, Role, Split, Task, seed_for
 
 
@@ -99,6 +99,13 @@ class Definition(Environment):
         """The author's class or function; other processes find the task by its name."""
         inner = self.author.draw if isinstance(self.author, _Drawing) else self.author
         return inner if inspect.isfunction(inner) else type(inner)
+
+    @property
+    def questions(self) -> Sequence[Task]:
+        """All training tasks of an author who draws a fixed set in epochs; empty for any other."""
+        epochs = getattr(self.author, "epochs", None)
+        found = epochs.of[Split.TRAIN] if isinstance(epochs, Epochs) else ()
+        return [dataclasses.replace(task, service=self.name) for task in found]
 
     @property
     def converses(self) -> bool:

@@ -89,7 +89,7 @@ def kept_groups(groups: Sequence[Group], version: int, own: Config, other: Confi
     if staleness != own.asynchrony.staleness:
         newest = {one.id: WaitingGroup(one.oldest_version, 0, one).newest_version for one in kept}
         kept = [one for one in kept if not staleness.refuses(one.oldest_version, newest[one.id], version)]
-    if other.train.dynamic_sampling and not own.train.dynamic_sampling:
+    if other.train.dynamic_sampling is True and own.train.dynamic_sampling is not True:
         kept = [one for one in kept if is_informative(one, outcome_returns)]
     return kept
 
