@@ -3,12 +3,13 @@
 import asyncio
 import random
 import resource
-from collections.abc import Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import psutil
 from pydantic import JsonValue
 
 from benchmarks.processes import SHOAL, started
@@ -112,18 +113,50 @@ def swarm_settings(server: str, own: int, external: int, scale: Scale) -> dict[s
 
 async def run_cell(folder: Path, model: Path, cell: str, seed: int, scale: Scale) -> Record:
     """All nodes of a cell at once; the record has the form of the stacked simulation's, and seconds of processor."""
-    runs, (split, _, control) = [folder / f"node-{i}" for i in range(scale.nodes)], cell.partition("-")
+    _, _, control = cell.partition("-")
     if control not in ("", *CONTROLS):
         raise ConfigError(f"expected a control of {', '.join(CONTROLS)}, got {control!r}")
+
+    def config_of(run: Path, node: int, server: str) -> Config:
+        return node_config(run, model, cell, 1000 * seed + node, scale, server)
+
+    return await run_nodes(folder, scale.nodes, config_of, shares="/0" not in cell, control=control)
+
+
+async def run_nodes(
+    folder: Path, nodes: int, config_of: Callable[[Path, int, str], Config], *, shares: bool, control: str = ""
+) -> Record:
+    """Nodes at once, with a server if they share; `config_of` gets run directory, number and server's address."""
+    runs = [folder / f"node-{i}" for i in range(nodes)]
     async with AsyncExitStack() as stack:
         url = ""
-        if not split.endswith("/0"):
+        if shares:
             url = (await stack.enter_async_context(NatsServer(ServerOptions(folder / "server")))).url
-        configs = (node_config(run, model, cell, 1000 * seed + i, scale, url) for i, run in enumerate(runs))
+        configs = [config_of(run, i, url) for i, run in enumerate(runs)]
         before_s = processor_s()
-        await train_all(configs, control)
+        async with asyncio.TaskGroup() as group:
+            start = group.create_task(start_s(runs))
+            await train_all(configs, control)
         used_s = processor_s() - before_s
-    return {**record_of(runs, int(split.partition("/")[0]), scale.rounds), "processor_s": round(used_s, 1)}
+    record = record_of(runs, configs[0].train.groups_per_step, configs[0].train.steps)
+    return {**record, "processor_s": round(used_s, 1), "start_s": round(start.result(), 1)}
+
+
+async def start_s(runs: Sequence[Path]) -> float:
+    """Seconds of processor of the running nodes when each has ended its first evaluation: what all cells have alike."""
+    while True:
+        if all(_evaluated(run / "metrics.jsonl") for run in runs):
+            break
+        await asyncio.sleep(1)
+    used = 0.0
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            used += sum(process.cpu_times()[:4])
+    return used
+
+
+def _evaluated(metrics: Path) -> bool:
+    return metrics.exists() and any(one["kind"] == "eval" for one in read_records(metrics))
 
 
 def processor_s() -> float:
@@ -166,13 +199,16 @@ def record_of(runs: Sequence[Path], own: int, rounds: int) -> Record:
     if any(len(curve) != rounds for curve in rewards):
         raise ChildDied(f"expected {rounds} rounds of each node, got {[len(curve) for curve in rewards]}")
     taken = [[float(str(one.get("external", 0))) for one in found] for found in steps]
-    evals = [[float(str(one["sampled"])) for one in found if one["kind"] == "eval"] for found in records]
+    evals = [[one for one in found if one["kind"] == "eval"] for found in records]
     refused = [audit(run) for run in runs]
     return {
         "rewards": [[round(value, 4) for value in row] for row in zip(*rewards, strict=True)],
         "own": [float(own)] * rounds,
         "taken": [round(fmean(row), 3) for row in zip(*taken, strict=True)],
-        "evaluations": [[at, round(fmean(found[place] for found in evals), 4)] for at, place in ((0, 0), (rounds, -1))],
+        "evaluations": [
+            [int(str(same[0]["step"])), round(fmean(float(str(one["sampled"])) for one in same), 4)]
+            for same in zip(*evals, strict=True)
+        ],
         "cumulative": round(sum(map(sum, rewards)), 2),
         "audits_clean": sum(report.ok for report in refused),
     }
