@@ -33,7 +33,14 @@ def serve(
         str, typer.Option(help="Beyond loopback an API key is wanted: SHOAL_ADMIN_KEY, or a new one.")
     ] = "127.0.0.1",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    folder: Annotated[Path, typer.Option(help="Where tinker's models and requests are kept.")] = Path("runs/tinker"),
+    promote: Annotated[
+        str | None,
+        typer.Option(help="Run or model for a growing share of users, until it is surely better or worse."),
+    ] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where tinker's models and requests, or outcomes of --promote, are kept: in runs/."),
+    ] = None,
     engines: Annotated[
         int, typer.Option(min=0, help="Weights that tinker's clients sample from at once, on this host.")
     ] = 1,
@@ -54,18 +61,22 @@ def serve(
     if api is Api.TINKER:
         if log is not None:
             raise ConfigError(f"--log: expected none with tinker, whose requests are kept in --folder; got {log}")
+        if promote is not None:
+            raise ConfigError(f"--promote: expected none with tinker, whose clients choose weights; got {promote}")
         from shoal.run.commands.serve_tinker import serve_tinker
+
+        kept = folder or Path("runs/tinker")
 
         def announce_tinker(url: str, key: str, names: Sequence[str], roles_url: str) -> None:
             print(f"TINKER_BASE_URL={url} TINKER_API_KEY={key}", f"base_model: {', '.join(names)}", sep="\n")
             if roles_url:
-                print(f"roles join {roles_url}; SHOAL_RUN_TOKEN is in {folder / 'run.token'}")
+                print(f"roles join {roles_url}; SHOAL_RUN_TOKEN is in {kept / 'run.token'}")
             sys.stdout.flush()
 
         share = max(cores() // 2, 1)
         serving = serve_tinker(
             model,
-            folder.absolute(),
+            kept.absolute(),
             host=host,
             port=port,
             engines=engines,
@@ -99,5 +110,15 @@ def serve(
                 file.write(record)
 
         until_stopped(
-            serve_model(config.model, host=host, port=port, threads=cores(), announce=announce, on_request=on_request)
+            serve_model(
+                config.model,
+                promote=promote or "",
+                folder=folder or Path("runs/promotion"),
+                host=host,
+                port=port,
+                threads=cores(),
+                announce=announce,
+                on_promotion=lambda words: print(words, file=sys.stderr, flush=True),
+                on_request=on_request,
+            )
         )

@@ -31,6 +31,11 @@ def chain(conversation: Conversation) -> list[bytes]:
     return hashes
 
 
+def session_name(token: str) -> str:
+    """Name of a session in the ids of its answers; it does not tell the token."""
+    return blake2b(token.encode(), digest_size=8).hexdigest()
+
+
 def minted_id(session: str, generation_id: int, index: int) -> str:
     """Id of a generation's tool call: nine letters and digits, as the strictest templates demand."""
     number = int.from_bytes(_hash(session.encode(), b"%d" % generation_id, b"%d" % index), "big")

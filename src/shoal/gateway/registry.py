@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,6 +13,9 @@ from shoal.gateway.sessions import DEFAULTS, ENDED, OpenRequest, Session
 from shoal.gateway.token_tree import TokenTree
 from shoal.interfaces import Engine
 from shoal.types import Message
+
+if TYPE_CHECKING:
+    from shoal.gateway.promotion import Trial
 
 CLOSED_KEPT = 4096
 
@@ -54,9 +58,11 @@ class Sessions:
     Eviction discards a session's sampled tokens. A run exports them and ends its sessions long before.
     """
 
-    def __init__(self, context: SessionContext, engine: Engine, bounds: SessionBounds) -> None:
+    def __init__(
+        self, context: SessionContext, engine: Engine, bounds: SessionBounds, trial: "Trial | None" = None
+    ) -> None:
         self.context = context
-        self._engine = engine
+        self._engine, self._trial = engine, trial
         self.bounds = bounds
         self.closed: dict[str, str] = {}
         """Reasons by token, oldest first; older tokens are unknown."""
@@ -72,7 +78,8 @@ class Sessions:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.sessions} open ones; end some")
         if self._is_full:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.tokens} tokens held; end some")
-        session = Session(self.context, asked, TrainedSampler(self.context, self._engine, priority))
+        sampler = TrainedSampler(self.context, self._engine, priority)
+        session = Session(self.context, asked, self._trial.sampler(sampler) if self._trial else sampler)
         self._open[session.token] = session
         self.context.counted["sessions"] += 1
         return session

@@ -35,6 +35,7 @@ from shoal.interfaces import Engine, ModelServer
 from shoal.net.server import body, decoded, disconnected, exposition, guarded, json, look
 
 if TYPE_CHECKING:
+    from shoal.gateway.promotion import Trial
     from shoal.model.chat_template import ChatRenderer
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
@@ -73,6 +74,8 @@ class Gateway:
     """Aliases of the model in untrained sessions."""
     model_server: ModelServer | None = None
     """Answers requests without a session, each in an untrained session; with None they get status 401."""
+    trial: "Trial | None" = None
+    """Promotion of a new Version, which answers a share of the sessions."""
     on_request: OnRequest = lambda record: None
     """Gets each request once it is answered."""
     admin_key: str = ""
@@ -87,7 +90,7 @@ class Gateway:
     def __post_init__(self) -> None:
         pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="render")
         context = SessionContext(self.renderer, self.max_model_len, pool, self.clock)
-        self.sessions = Sessions(context, self.engine, self.bounds)
+        self.sessions = Sessions(context, self.engine, self.bounds, self.trial)
         self._started_s = time.time()
         of_pages: dict[str, tuple[str, Endpoint]] = {}
         if self.model_server is not None:
@@ -97,6 +100,9 @@ class Gateway:
             page = partial(home_page.home_page, model=self.model, longest=longest, chats=chats)
             home = ("GET", partial(self._admitted, page))
             of_pages = {"": home, "/look.css": ("GET", look), "/talk.js": ("GET", home_page.script)}
+        if self.trial is not None:
+            of_pages["/v1/outcomes"] = ("POST", partial(self._admitted, self.trial.take))
+            of_pages["/v1/promotion"] = ("GET", partial(self._admitted, self.trial.show))
         self._others = Router(lifespan=lambda _: self.lifetime())  # also closes web sockets
         of_models: dict[str, tuple[str, Endpoint]] = {
             **{path: ("POST", partial(self._generate, dialect)) for path, dialect in DIALECTS.items()},
@@ -173,7 +179,7 @@ class Gateway:
         session = self.sessions.open(decoded(await body(http, self.max_body_bytes), OpenRequest))
         url = f"{http.base_url}s/{session.token}"
         urls = {"openai_base_url": f"{url}/v1", "anthropic_base_url": url}
-        return json({"session_id": session.token[:8], "api_key": session.token, **urls})
+        return json({"session_id": session.tree.name, "api_key": session.token, **urls})
 
     async def _end(self, http: Request) -> Response:
         session = self._session(http)
@@ -310,7 +316,8 @@ class Gateway:
         if named is None and self.model_server is not None:
             self._admit(http)
             context = self.sessions.context
-            return Session(context, ONE_REQUEST, UntrainedSampler(context, self.model_server))
+            sampler = UntrainedSampler(context, self.model_server)
+            return Session(context, ONE_REQUEST, self.trial.sampler(sampler) if self.trial else sampler)
         raise Unauthorized(UNKNOWN)
 
     def _check_name(self, asked: str) -> str:

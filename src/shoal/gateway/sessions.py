@@ -10,7 +10,7 @@ import msgspec
 
 from shoal.errors import ContextOverflow, SessionError
 from shoal.gateway.answer_request import AnswerRequest, SessionContext
-from shoal.gateway.conversation import Conversation, minted_id
+from shoal.gateway.conversation import Conversation, minted_id, session_name
 from shoal.gateway.samplers import Answering, AnswerSampler
 from shoal.gateway.token_tree import Attachment, Cause, Generation, HistoryPolicy, OpenGeneration, TokenTree
 from shoal.types import Message, Role, Sampling, ToolCall, seed_for
@@ -80,7 +80,7 @@ class Session:
 
     def __init__(self, context: SessionContext, asked: OpenRequest, sampler: AnswerSampler) -> None:
         self.token = secrets.token_urlsafe(18)
-        self.tree = TokenTree(asked.history_policy, secrets.token_hex(8))
+        self.tree = TokenTree(asked.history_policy, session_name(self.token))
         self.context = context
         self.ended = ""
         """Why the session ended; empty while it is open."""

@@ -5,16 +5,13 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from shoal.config import Config
-from shoal.errors import RunDirError, SessionError
+from shoal.errors import SessionError
 from shoal.interfaces import LogitRules, ModelServer, Renderer
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import cores
-from shoal.observe.runs import METRICS
-from shoal.run.commands.serve import lone_engine
-from shoal.run.prepare import model_directory
+from shoal.run.commands.serve import chat_directory, lone_engine
 from shoal.types import Message, Role, Sampling
 
 PIECE_TOKENS = 16
@@ -91,15 +88,6 @@ class Dialogue:
                 yield text[len(shown) :]
                 shown = text
         self.messages = [*asked, self.renderer.message(said, prompt_ids)]
-
-
-def chat_directory(path: str) -> Path:
-    """Directory of the model of a run, or of a model by its path or name. Raises a `ShoalError`."""
-    if any((Path(path) / name).exists() for name in (METRICS, "log.sqlite")):
-        if not (Path(path) / "model").is_dir():
-            raise RunDirError(f"{path} has no model yet: a run writes it when its last step is done")
-        return Path(path) / "model"
-    return model_directory(path)
 
 
 async def chat_with(config: Config, options: ChatOptions, prompt: Prompt, say: Callable[[str], None]) -> None:

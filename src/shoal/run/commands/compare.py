@@ -13,7 +13,7 @@ from shoal.interfaces import Runner
 from shoal.rollout.comparison import Comparison
 from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.run.blocking import run_blocking
-from shoal.run.commands.chat import chat_directory
+from shoal.run.commands.serve import chat_directory
 from shoal.run.parts import answering
 from shoal.run.prepare import Prepared, prepare_answering
 from shoal.types import Task

@@ -1,29 +1,39 @@
-"""`shoal serve` answers clients with a model: a separate engine, and the gateway before it."""
+"""`shoal serve` answers clients with a model: a separate engine, and the gateway before it.
 
+While a new Version is promoted, there are two engines.
+"""
+
+import asyncio
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
+from random import SystemRandom
+from string import printable
 
 from shoal.config import EngineConfig, ModelConfig
 from shoal.config.settings import EMBEDDED
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.engine.server.http_client import HttpEngine
 from shoal.engine.server.launch import EngineChild, engine_child
-from shoal.errors import ChildDied, ModelError, SessionError
+from shoal.errors import ChildDied, ModelError, RunDirError, SessionError
+from shoal.gateway.promotion import Promotion, Stage, Trial
 from shoal.gateway.request_log import OnRequest
 from shoal.gateway.server import Gateway
+from shoal.interfaces import Renderer
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.listening import is_loopback, listening_socket
 from shoal.net.process import collect_rarely
 from shoal.net.server import serving
+from shoal.observe.runs import METRICS
 from shoal.run.engines import START_TIMEOUT_S
 from shoal.run.prepare import model_directory
 from shoal.types import Message, Role
 
 ADMIN_KEY = "SHOAL_ADMIN_KEY"
+OUTCOMES = "outcomes.sqlite"
 PATIENCE_S = 10.0
 """Seconds for which a request waits for an engine that is full or gone."""
 
@@ -43,45 +53,108 @@ async def lone_engine(
 async def serve(
     model: ModelConfig,
     *,
+    promote: str = "",
+    folder: Path,
     host: str,
     port: int,
     threads: int,
     announce: Callable[[str, str, str, bool], None],
+    on_promotion: Callable[[str], None],
     on_request: OnRequest,
 ) -> None:
     """Serves OpenAI and Anthropic clients until it is cancelled. Raises a `ShoalError`.
+
+    `promote` is a run or model whose Version goes to a growing share of the users; `folder` keeps their outcomes, and
+    `on_promotion` gets its state at the start and at its end.
 
     `announce` gets URL, model name, API key and whether the model chats, once requests are answered. The key is empty
     on loopback; elsewhere it comes from the environment, or is new. `on_request` gets each request once it is answered.
     """
     admin_key = "" if is_loopback(host) else os.environ.get(ADMIN_KEY) or secrets.token_urlsafe(24)
-    directory = model_directory(model.path)
-    name = _served_name(model.path)
+    directory, name = chat_directory(model.path), _served_name(model.path)
     renderer = load_renderer(directory)
     try:
         renderer.prompt_ids([Message(Role.USER, "question")])
     except SessionError as error:
         raise ModelError(f"model {str(directory)!r} has a chat template that cannot be used: {error}") from error
-    with listening_socket(host, port) as listening:
-        async with lone_engine(directory, model, threads) as (child, engine):
-            pool = EnginePool(patience_s=PATIENCE_S)  # of one: it continues aborted answers
-            await pool.join("engine", engine)
-            longest = (await engine.info()).max_model_len
-            gateway = Gateway(
-                pool,
-                renderer,
-                max_model_len=longest,
-                model=name,
-                also_called=(model.path,),
-                model_server=engine,
-                on_request=on_request,
-                admin_key=admin_key,
-                host=host,
-            )
-            collect_rarely()
-            async with serving(gateway.app, listening=listening) as url:
-                announce(url, name, admin_key, renderer.has_template)
-                raise ChildDied(str(await child.died()))
+    directories = [directory, *([_promoted(promote, directory, renderer)] if promote else [])]
+    async with AsyncExitStack() as stack:
+        listening = stack.enter_context(listening_socket(host, port))
+        started = [lone_engine(one, model, max(threads // len(directories), 1)) for one in directories]
+        children, engines = zip(*[await stack.enter_async_context(one) for one in started], strict=True)
+        pools, longest = [], []
+        for engine in engines:
+            pools.append(EnginePool(patience_s=PATIENCE_S))  # of one: it continues aborted answers
+            await pools[-1].join("engine", engine)
+            longest.append((await engine.info()).max_model_len)
+        trial = None
+        if promote:
+            promotion = Promotion(folder / OUTCOMES, _pair(directories), SystemRandom(), on_promotion)
+            stack.callback(promotion.close)
+            trial = Trial(promotion, pools[1], engines[1])
+            on_promotion(promotion.sentence)
+        gateway = Gateway(
+            pools[0],
+            renderer,
+            max_model_len=min(longest),
+            model=name,
+            also_called=(model.path,),
+            model_server=engines[0],
+            trial=trial,
+            on_request=on_request,
+            admin_key=admin_key,
+            host=host,
+        )
+        collect_rarely()
+        url = await stack.enter_async_context(serving(gateway.app, listening=listening))
+        announce(url, name, admin_key, renderer.has_template)
+        raise ChildDied(await _needed_died(children, trial))
+
+
+async def _needed_died(children: Sequence[EngineChild], trial: Trial | None) -> str:
+    """Waits until an engine that users need has ended; returns how. A trial without its new engine ends."""
+    died = {asyncio.create_task(child.died(), name=f"end of engine {i}"): i for i, child in enumerate(children)}
+    try:
+        while True:
+            ended, _ = await asyncio.wait(died, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                is_new, how = bool(died.pop(task)), str(task.result())
+                if trial is None or is_new == (trial.promotion.stage is Stage.PROMOTED):
+                    return how
+                if trial.promotion.stage is Stage.TRIAL:
+                    trial.promotion.lose(how)
+    finally:
+        for task in died:
+            task.cancel()
+
+
+def _promoted(path: str, old: Path, renderer: Renderer) -> Path:
+    """Directory of the model to promote. Raises `ModelError` when it has other tokens than the old one's renderer."""
+    new = chat_directory(path)
+    if _spelt(load_renderer(new)) != _spelt(renderer):
+        raise ModelError(f"--promote: expected a model with the tokenizer and chat template of {old}, got {new}")
+    return new
+
+
+def _spelt(renderer: Renderer) -> tuple[object, ...]:
+    """Tokens of a conversation with all printable characters of ASCII, and those that end an answer."""
+    asked = [Message(Role.SYSTEM, "terse"), Message(Role.USER, printable.strip())]
+    return renderer.stop_token_ids, renderer.prompt_ids(asked)
+
+
+def _pair(directories: Sequence[Path]) -> str:
+    """Name of the old and the new weights. Other files at the same path make another promotion."""
+    changed = [max((one.stat().st_mtime_ns for one in each.glob("*.safetensors")), default=0) for each in directories]
+    return " -> ".join(f"{each.resolve()}@{at}" for each, at in zip(directories, changed, strict=True))
+
+
+def chat_directory(path: str) -> Path:
+    """Directory of the model of a run, or of a model by its path or name. Raises a `ShoalError`."""
+    if any((Path(path) / name).exists() for name in (METRICS, "log.sqlite")):
+        if not (Path(path) / "model").is_dir():
+            raise RunDirError(f"{path} has no model yet: a run writes it when its last step is done")
+        return Path(path) / "model"
+    return model_directory(path)
 
 
 def _served_name(path: str) -> str:

@@ -1,0 +1,100 @@
+"""`shoal serve --promote` as a user starts it: two engines of two Versions, and an application that judges answers."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from safetensors.torch import load_file, save_file
+
+from command import shoal
+
+ASK: list[Any] = [{"role": "user", "content": "say"}]
+
+
+@contextmanager
+def serving(old: Path, new: Path, folder: Path, end: signal.Signals) -> Iterator[openai.OpenAI]:
+    command = [sys.executable, "-m", "shoal.cli", "serve", "--model", str(old), "--promote", str(new), "--port", "0"]
+    with (
+        (folder / "stderr").open("ab") as said,
+        subprocess.Popen(
+            [*command, "--folder", str(folder), "--quiet"],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            env=os.environ,
+        ) as served,
+    ):
+        try:
+            assert served.stdout is not None
+            with openai.OpenAI(base_url=served.stdout.readline().strip(), api_key="-", max_retries=0) as client:
+                yield client
+        finally:
+            served.send_signal(end)
+
+
+def sessions(client: openai.OpenAI, count: int, good: str = "") -> list[str]:
+    """Greedy answers of so many sessions, each judged by whether it is `good`, until the trial ends."""
+    texts = list[str]()
+    while len(texts) < count and state(client)["stage"] == "trial":
+        answer = client.chat.completions.create(
+            model=client.models.list().data[0].id, messages=ASK, temperature=0, max_tokens=6
+        )
+        texts.append(str(answer.choices[0].message.content))
+        if good:
+            client.post("/outcomes", body={"id": answer.id, "outcome": float(texts[-1] == good)}, cast_to=object)
+    return texts
+
+
+def answers(client: openai.OpenAI, count: int) -> set[str]:
+    made = (client.chat.completions.create(model="m", messages=ASK, temperature=0, max_tokens=6) for _ in range(count))
+    return {str(answer.choices[0].message.content) for answer in made}
+
+
+def state(client: openai.OpenAI) -> Any:
+    return client.get("/promotion", cast_to=object)
+
+
+def test_users_return_from_a_bad_version_also_past_a_kill(tmp_path: Path, tiny_model_dir: Path) -> None:
+    good, bad = tmp_path / "m", tmp_path / "other" / "m"
+    for copy in (good, bad):
+        shutil.copytree(tiny_model_dir, copy)
+    weights = load_file(bad / "model.safetensors")
+    save_file(
+        {name: -one if name == "lm_head.weight" else one for name, one in weights.items()},
+        bad / "model.safetensors",
+        {"format": "pt"},
+    )
+    back = tmp_path / "back"
+    back.mkdir()
+    with serving(good, bad, back, signal.SIGKILL) as client:
+        (wanted, of_old), (_, of_new) = Counter(sessions(client, 8)).most_common()
+        assert (of_old, of_new) == (7, 1)
+        asked = len(sessions(client, 12, wanted))
+        before = state(client)
+        assert before["old"]["outcomes"] + before["new"]["outcomes"] == asked == 12
+    with serving(good, bad, back, signal.SIGINT) as client:
+        assert state(client) == before
+        asked += len(sessions(client, 200, wanted))
+        assert (state(client)["stage"], asked <= 200) == ("returned", True)
+        assert answers(client, 10) == {wanted}
+    assert "returned to the old Version: the new one is worse by at least" in (back / "stderr").read_text()
+
+
+def test_a_model_with_other_tokens_is_no_version_of_this_one(tiny_model_dir: Path) -> None:
+    done = shoal("serve", "--model", str(tiny_model_dir), "--promote", "demo", "--port", "0")
+    assert done.returncode == 2
+    assert "--promote: expected a model with the tokenizer and chat template of" in done.stderr
+
+
+@pytest.mark.parametrize("more", [("--promote", "./nothing-here"), ("tinker", "--promote", "demo")])
+def test_a_model_that_is_not_there_and_tinker_are_refused(tiny_model_dir: Path, more: tuple[str, ...]) -> None:
+    assert shoal("serve", "--model", str(tiny_model_dir), *more).returncode == 2
