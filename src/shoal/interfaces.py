@@ -206,11 +206,33 @@ class Purpose(StrEnum):
     """Held out, the most likely token each time."""
 
 
+class FinishedTurns(Protocol):
+    """Finished turns of one rollout, by which a run that was killed goes on."""
+
+    def take(self, prompt_ids: Sequence[int]) -> Completion | None:
+        """A completion that an earlier process of the run sampled after this prompt; each is given once."""
+
+    def keep(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+        """Has a finished turn logged, without waiting."""
+
+    def forget(self) -> None:
+        """Gives up all turns, because the rollout begins again."""
+
+
+TurnsOf: TypeAlias = Callable[[int], FinishedTurns]
+"""Finished turns of a group's rollout, by its index."""
+
+
 class Runner(Protocol):
     """Runs rollouts of a task: a single turn, or an agent with any number of turns."""
 
-    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
-        """The `n` rollouts of a task. Failures become a rollout's status and reason, never an exception."""
+    async def rollouts(
+        self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN, turns: TurnsOf | None = None
+    ) -> tuple[Rollout, ...]:
+        """The `n` rollouts of a task, which log `turns` where given and go on from those of a killed run.
+
+        Failures become a rollout's status and reason, never an exception.
+        """
 
 
 class Scorer(Protocol):

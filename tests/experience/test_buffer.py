@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sqlite3
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -287,6 +288,8 @@ def test_a_resumed_run_offers_what_waited_and_ends_what_was_in_flight(tmp_path):
         await buffer.take(1, 1)  # c is taken and never consumed
         await buffer.admit("e", "chain_sum")
         await buffer.close()
+        with closing(sqlite3.connect(tmp_path / "log.sqlite")) as connection:
+            connection.execute("DROP TABLE turns")  # as in logs of earlier commits
 
     async def second():
         buffer = open_buffer(tmp_path, resume=True)

@@ -14,15 +14,20 @@ from buffer_values import group
 from shoal.experience.audit import audit
 from shoal.experience.buffer import Buffer
 from shoal.experience.counts import task_counts
-from shoal.experience.log import open_log
+from shoal.experience.log import open_log, read
 from shoal.experience.schema import RunMeta
-from shoal.types import Group
+from shoal.types import Completion, FinishReason, Group
 
 WHICH = st.integers(0, 1000)
+PROMPT = (5, 6)
 
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """A file system in memory, where a thousand logs are opened in a third of the time."""
+
+
+def in_turns(connection):
+    return connection.execute("SELECT DISTINCT group_id FROM turns").fetchall()
 
 
 class BufferMachine(RuleBasedStateMachine):
@@ -40,6 +45,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.started = 0
         self.running: dict[str, int] = {}
+        self.turns: dict[str, list[Completion]] = {}
         self.added: set[str] = set()
         self.used: list[str] = []
         self.kept: list[Group] = []
@@ -82,6 +88,21 @@ class BufferMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def fail(self, which):
         self.do(self.buffer.fail(self.pick(which)[0], "service down"))
+
+    @precondition(lambda self: self.running)
+    @rule(which=WHICH, token=st.integers(0, 9))
+    def turn(self, which, token):
+        group_id = sorted(self.running)[which % len(self.running)]
+        one = Completion((token,), (-0.5,), (self.served,), FinishReason.STOP)
+        self.of(group_id, lambda turns: turns.keep(PROMPT, one))
+        self.turns.setdefault(group_id, []).append(one)
+
+    @precondition(lambda self: self.running)
+    @rule(which=WHICH)
+    def begin_again(self, which):
+        group_id = sorted(self.running)[which % len(self.running)]
+        self.of(group_id, lambda turns: turns.forget())
+        self.turns.pop(group_id, None)
 
     @precondition(lambda self: self.buffer.waiting >= self.meta.groups_per_step - len(self.kept))
     @rule(give_up=st.booleans())
@@ -126,8 +147,15 @@ class BufferMachine(RuleBasedStateMachine):
         recovered = self.buffer.recovered
         assert recovered.version == self.version
         assert recovered.last_step == (self.step - 1 if self.step else None)
-        assert recovered.interrupted == len(self.running)
-        self.running.clear()
+        begun = {name: at for name, at in self.running.items() if name in self.turns}
+        assert {one.group_id: one.admitted_version for one in self.buffer.take_begun()} == begun
+        assert recovered.interrupted == len(self.running) - len(begun)
+        for name in begun:
+            turns = self.do(self.buffer.turns(name))
+            assert turns.of(0).take(PROMPT) is turns.of(1).take((5,)) is None
+            assert [turns.of(1).take(PROMPT) for _ in self.turns[name]] == self.turns[name]
+            assert turns.of(1).take(PROMPT) is None
+        self.running = begun
         self.kept.clear()  # taken and never consumed: they are on offer again
         self.served = self.version
 
@@ -141,8 +169,15 @@ class BufferMachine(RuleBasedStateMachine):
         if not self.running and self.served == self.version and gate.accepted == len(self.used) + self.buffer.waiting:
             assert self.buffer.waiting >= self.meta.groups_per_step or gate.capacity > 0
 
+    def of(self, group_id, use):
+        async def main():
+            use((await self.buffer.turns(group_id)).of(1))
+
+        self.do(main())
+
     def pick(self, which):
         group_id = sorted(self.running)[which % len(self.running)]
+        self.turns.pop(group_id, None)
         return group_id, self.running.pop(group_id)
 
     def teardown(self):
@@ -153,6 +188,7 @@ class BufferMachine(RuleBasedStateMachine):
             assert report.ok, report.sentences()
             assert report.consumed == len(self.used)
             assert report.in_flight == len(self.running)
+            assert {name for (name,) in read(self.run_dir, in_turns)} == self.turns.keys()
         finally:
             self.loop.close()
             shutil.rmtree(self.run_dir)

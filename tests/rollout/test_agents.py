@@ -15,16 +15,19 @@ import openai
 import pytest
 
 from cancelled import LOOPS, Loop, left_by
-from played_agents import TASK, played
+from chat_templates import renderer
+from gateway_engine import CONTEXT, ScriptedEngine
+from played_agents import TASK, Truth, played
 from shoal.errors import ConfigError, TaskError
+from shoal.gateway.host import Host
 from shoal.interfaces import Model
 from shoal.rollout.agents import clients
 from shoal.rollout.agents.clients import Named, agent_of, command_play, function_play
-from shoal.rollout.agents.runner import AgentFailed, Play
+from shoal.rollout.agents.runner import AgentFailed, AgentRunner, Play
 from shoal.tasks.remote_worker import HttpModel
 from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
 from shoal.trainer.advantage import rows
-from shoal.types import Message, Outcome, Role, RolloutStatus, Task
+from shoal.types import Completion, Message, Outcome, Role, Rollout, RolloutStatus, Sampling, Task
 from until import until
 
 ROOT = Path(__file__).parents[2]
@@ -535,3 +538,50 @@ def test_many_conversations_at_once_lose_no_token() -> None:
     rollouts = played(function_play(ask_twice), *["it is 5"] * 200, n=100, delay_s=0.01, timeout_s=100)
     assert {rollout.reward.value for rollout in rollouts} == {1.0}
     assert json.dumps([len(rollout.turns) for rollout in rollouts]) == json.dumps([2] * 100)
+
+
+class Turns:
+    """The turns of a rollout that a killed run left, and those that were kept since."""
+
+    def __init__(self, left: list[Completion]) -> None:
+        self.left, self.kept = left, list[Completion]()
+
+    def take(self, prompt_ids: Sequence[int]) -> Completion | None:
+        return self.left.pop(0) if self.left else None
+
+    def keep(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+        self.kept.append(completion)
+
+    def forget(self) -> None:
+        self.left.clear()
+        self.kept.clear()
+
+
+@pytest.mark.parametrize("begins_again", [False, True])
+def test_an_agent_is_answered_from_the_turns_of_a_killed_run_unless_its_rollout_begins_again(
+    begins_again: bool,
+) -> None:
+    lost = [EnvironmentFailed("the server left", retry=True)] if begins_again else []
+
+    async def asks(task: Task, model: Model) -> Outcome:
+        messages = list(task.messages)
+        for _ in range(3):
+            messages += [await model.answer(messages), Message(Role.USER, "are you sure?")]
+        if lost:
+            raise lost.pop()
+        return Outcome(answer=messages[-2].content)
+
+    async def main() -> Rollout:
+        made = renderer("qwen3")
+        before = ScriptedEngine(made, ["first", "second"])
+        left = [(await before.generate((1,), Sampling(99)))[0] for _ in range(2)]
+        turns, engine = Turns(list(left)), ScriptedEngine(made, ["third", "fourth", "fifth", "sixth"])
+        async with Host.open(engine, made, max_model_len=CONTEXT) as host:
+            runner = AgentRunner(host, asks, Truth(), Sampling(99), timeout_s=60)
+            (rollout,) = await runner.rollouts(TASK, 1, turns=lambda i: turns)
+        assert [turn.completion for turn in rollout.turns] == [*left[: 0 if begins_again else 2], *turns.kept]
+        return rollout
+
+    rollout = asyncio.run(main())
+    words = ["fourth", "fifth", "sixth"] if begins_again else ["first", "second", "third"]
+    assert [one.content for one in rollout.messages if one.role is Role.ASSISTANT] == words

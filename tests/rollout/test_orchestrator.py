@@ -54,7 +54,7 @@ class Workshop:
         await asyncio.sleep(self.draw_s)
         return Task(f"{self.name}/{index}", self.name, ())
 
-    async def rollouts(self, task: Task):
+    async def rollouts(self, task: Task, turns: object = None):
         """Two rollouts at the buffer's version; all of them failed when the service does, or is away when they end."""
         assert self.buffer is not None
         version = self.buffer.gate.version
@@ -297,7 +297,7 @@ class Endless(Workshop):
         self.drawn.append(index)
         return await super().draw(index)
 
-    async def rollouts(self, task: Task):
+    async def rollouts(self, task: Task, turns: object = None):
         await asyncio.Event().wait()
 
 
@@ -319,12 +319,12 @@ def test_a_resumed_run_continues_with_the_questions_after_those_that_were_in_fli
 class Cancelling(Workshop):
     """A workshop whose first groups end because something that they wait for is cancelled."""
 
-    async def rollouts(self, task: Task):
+    async def rollouts(self, task: Task, turns: object = None):
         if int(task.id.rpartition("/")[2]) < 3:
             lost = asyncio.get_running_loop().create_future()
             asyncio.get_running_loop().call_later(1.0, lost.cancel)
             await lost
-        return await super().rollouts(task)
+        return await super().rollouts(task, turns)
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

@@ -96,7 +96,7 @@ def test_a_service_that_rests_is_left_alone_for_longer_each_time_until_something
 def test_a_source_lends_its_share_while_it_is_not_served_or_rests() -> None:
     told: list[tuple[float, bool]] = []
 
-    async def useless(task: Task) -> tuple[Rollout, ...]:
+    async def useless(task: Task, *, turns: object) -> tuple[Rollout, ...]:
         return (failed(task, 0, "broken"),)
 
     async def main() -> None:
@@ -133,7 +133,7 @@ class Broken(Environment):
         return Task(f"broken/{split}/{index}", self.name, ())
 
 
-async def nothing(task: Task) -> tuple[Rollout, ...]:
+async def nothing(task: Task, *, turns: object) -> tuple[Rollout, ...]:
     return ()
 
 

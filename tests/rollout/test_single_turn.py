@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from shoal.interfaces import Purpose
 from shoal.rehearsal.clock import run_virtual
 from shoal.rollout.single_turn import SingleTurn, priority_of, sampled_for
@@ -59,6 +61,32 @@ def test_a_rollout_is_the_question_its_answer_and_reward_and_fails_where_nothing
     assert first.turns == (Turn((7, 8), Completion((1,), (-0.5,), (0,), FinishReason.STOP)),)
     assert first.reward == Reward(0.5)
     assert engine.asked == [((7, 8), replace(ASKED, seed=seed_for("rollout", 5, "t")), 2, 0)]
+
+
+@dataclass
+class Turns:
+    """The finished turns of a rollout, in memory."""
+
+    left: list[Completion]
+    kept: list[tuple[object, ...]] = field(default_factory=list)
+
+    def take(self, prompt_ids):
+        return self.left.pop() if self.left and prompt_ids == (7, 8) else None
+
+    def keep(self, prompt_ids, completion):
+        self.kept.append((prompt_ids, completion))
+
+
+@pytest.mark.parametrize("left", [(1, 1), (1, 0), (0, 0)])
+def test_answers_of_a_killed_run_are_not_sampled_again_and_new_ones_are_kept_before_they_are_scored(left) -> None:
+    engine, plain, old = Asked(), Plain(), Completion((9,), (-0.25,), (0,), FinishReason.STOP)
+    turns = [Turns([old] * n) for n in left]
+    rollouts = run_virtual(SingleTurn(engine, plain, plain, ASKED).rollouts(TASK, 2, turns=turns.__getitem__))
+    new = Completion((1,), (-0.5,), (0,), FinishReason.STOP)
+    whole = all(left)
+    assert [one.turns[0].completion for one in rollouts] == [old if whole else new] * 2
+    assert [one.kept for one in turns] == [[] if whole else [((7, 8), new)]] * 2
+    assert len(engine.asked) == (not whole)
 
 
 def test_a_greedy_rollout_keeps_of_the_settings_only_how_an_answer_ends() -> None:

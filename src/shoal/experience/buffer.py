@@ -15,7 +15,8 @@ from shoal.experience.balance import Balance, Due, TakenGroup, WaitingGroup
 from shoal.experience.counts import TaskCounts, read_task_counts
 from shoal.experience.gate import AdmissionGate
 from shoal.experience.log import LockedLog
-from shoal.experience.schema import ConsumedGroup, Recovered, RunMeta, StepRecord
+from shoal.experience.schema import Begun, ConsumedGroup, Recovered, RunMeta, StepRecord
+from shoal.experience.turns import GroupTurns, read_left
 from shoal.experience.writer import LogWriter
 from shoal.interfaces import Follower
 from shoal.types import Group, Sample
@@ -70,6 +71,7 @@ class Buffer:
         self.counts: defaultdict[str, TaskCounts]
         """Per task service."""
         self.recovered, self.counts = self._recover(opened, meta)
+        self._begun = self.recovered.begun
         self._writer = LogWriter(opened, on_failure=self.fail_waiting, threaded=threaded)
 
     @classmethod
@@ -140,6 +142,18 @@ class Buffer:
         at = version, self._last_step
         self._writer.post(lambda c: log.insert_started(c, group_id, service, at))
         return version
+
+    def take_begun(self) -> tuple[Begun, ...]:
+        """Groups that were in flight when the run was killed and have finished turns, once; they count as running."""
+        begun, self._begun = self._begun, ()
+        return begun
+
+    async def turns(self, group_id: str) -> GroupTurns:
+        """The finished turns of a running group, and the way to log further ones."""
+        turns = GroupTurns(group_id, self._writer.post)
+        if any(one.group_id == group_id for one in self.recovered.begun):
+            await self._writer.commit(partial(read_left, turns=turns))
+        return turns
 
     async def add(self, group: Group) -> bool:
         """Commits a group that ran; it is durable on return. False when too few of its rollouts are usable.
@@ -317,12 +331,14 @@ class Buffer:
         for seq, group in log.read_waiting(connection):
             insort(self._waiting, WaitingGroup(group.oldest_version, seq, group))
             self._horizon = seq
+        begun = log.read_begun(connection)
+        self._running.update((one.group_id, one.service) for one in begun)
         version = last.version_after if last else 0
         with opened.whole() as whole:
             used = log.count_used(whole)
             counts = read_task_counts(whole)
-        self.gate.recover(version=version, accepted=used + len(self._waiting))
-        return Recovered(last.step if last else None, version, len(self._waiting), interrupted), counts
+        self.gate.recover(version=version, accepted=used + len(self._waiting), running=len(begun))
+        return Recovered(last.step if last else None, version, len(self._waiting), interrupted, begun), counts
 
     def _wake_starters(self) -> None:
         self.on_room()

@@ -74,6 +74,6 @@ class AdmissionGate:
         assert version >= self.version, f"version {version} was loaded after {self.version}"
         self.version = version
 
-    def recover(self, *, version: int, accepted: int) -> None:
-        """Starts counting at a run's last end: nothing runs, `accepted` groups are consumed or waiting."""
-        self.version, self.accepted, self.running = version, accepted, 0
+    def recover(self, *, version: int, accepted: int, running: int = 0) -> None:
+        """Starts counting at a run's last end: `accepted` groups are consumed or waiting, `running` ones go on."""
+        self.version, self.accepted, self.running = version, accepted, running

@@ -21,7 +21,7 @@ import msgspec
 from shoal import wire
 from shoal.errors import LogBehind, RunDirError
 from shoal.experience import archive, checkpoint
-from shoal.experience.schema import FORMAT, META_KEYS, SCHEMA, ConsumedGroup, RunMeta, StepRecord
+from shoal.experience.schema import FORMAT, META_KEYS, SCHEMA, TURNS, Begun, ConsumedGroup, RunMeta, StepRecord
 from shoal.files import sync
 from shoal.types import Group, Origin, Rollout, Task
 
@@ -153,6 +153,8 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
         connection.execute("BEGIN IMMEDIATE")
         for statement in SCHEMA.split(";"):
             connection.execute(statement)
+        for statement in TURNS:
+            connection.execute(statement)
         connection.executemany("INSERT INTO meta VALUES (?, ?)", values.items())
         connection.execute("COMMIT")
         return
@@ -160,6 +162,8 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
     for key, value in values.items():
         if stored.get(key, "") != value:
             raise RunDirError(f"{path} was written with {key} = {stored.get(key)}; it cannot go on with {value}")
+    for statement in TURNS:
+        connection.execute(statement)
 
 
 def read_meta(connection: sqlite3.Connection) -> RunMeta:
@@ -241,6 +245,7 @@ def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) 
     assert seq is not None
     bodies = [(seq, position, wire.encode(rollout)) for position, rollout in enumerate(group.rollouts)]
     connection.executemany("INSERT INTO rollouts VALUES (?, ?, ?)", bodies)
+    _forget_turns(connection, [group.id])
     return seq
 
 
@@ -254,6 +259,11 @@ def insert_ended(
     """Records that groups will never be trained on."""
     rows = [(group_id, outcome, reason, after_step) for group_id in group_ids]
     connection.executemany("INSERT INTO ended VALUES (?, ?, ?, ?)", rows)
+    _forget_turns(connection, group_ids)
+
+
+def _forget_turns(connection: sqlite3.Connection, group_ids: Sequence[str]) -> None:
+    connection.executemany("DELETE FROM turns WHERE group_id = ?", [(group_id,) for group_id in group_ids])
 
 
 def insert_step(connection: sqlite3.Connection, record: StepRecord, groups: Sequence[ConsumedGroup]) -> None:
@@ -298,12 +308,21 @@ def weights_of(connection: sqlite3.Connection, step: int) -> str | None:
 
 
 def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
-    """Ends every group that neither finished nor ended, and returns their number."""
+    """Ends every group that neither finished nor ended and has no finished turn, and returns their number."""
     return connection.execute(
         "INSERT INTO ended SELECT group_id, 'dropped', ?, ? FROM started WHERE group_id NOT IN "
-        "(SELECT group_id FROM groups UNION ALL SELECT group_id FROM ended)",
+        "(SELECT group_id FROM groups UNION ALL SELECT group_id FROM ended UNION ALL SELECT group_id FROM turns)",
         (INTERRUPTED, after_step),
     ).rowcount
+
+
+def read_begun(connection: sqlite3.Connection) -> tuple[Begun, ...]:
+    """Groups that neither finished nor ended, in the order of their starts."""
+    rows = connection.execute(
+        "SELECT group_id, service, admitted_version FROM started WHERE group_id IN (SELECT group_id FROM turns) "
+        "ORDER BY started_seq"
+    )
+    return tuple(Begun(*row) for row in rows)
 
 
 def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:

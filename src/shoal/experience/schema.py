@@ -8,6 +8,7 @@
     trained    fingerprints of the weights after the steps, once the trainer has taken them
     published  checksums of the Versions
     shards     files of the archive, and the last step that each holds
+    turns      finished turns of groups without a row in groups or ended; those groups go on after a resume
 
 All else (counts, staleness, waiting groups, groups that a crash interrupted) is derived from these.
 A peer's group has the peer in its row of `started`, where own groups have null. It is written whole, in the transaction
@@ -41,6 +42,12 @@ CREATE TABLE trained(step INTEGER NOT NULL, weights TEXT NOT NULL);
 CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE shards(name TEXT PRIMARY KEY, through INTEGER NOT NULL);
 """
+TURNS = (
+    "CREATE TABLE IF NOT EXISTS turns(group_id TEXT NOT NULL, rollout INTEGER NOT NULL, prompt BLOB NOT NULL, "
+    "body BLOB NOT NULL)",
+    "CREATE INDEX IF NOT EXISTS turns_of_group ON turns(group_id, rollout)",
+)
+"""Also made in logs of the same format that lack it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +102,15 @@ class ConsumedGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class Begun:
+    """A group that was in flight when its process ended, and goes on."""
+
+    group_id: str
+    service: str
+    admitted_version: int
+
+
+@dataclass(frozen=True, slots=True)
 class Recovered:
     """The state of a run at its last end, from its log."""
 
@@ -105,7 +121,9 @@ class Recovered:
     waiting: int
     """Groups that finished and wait to be consumed; they are offered again."""
     interrupted: int
-    """Number of groups in flight when the process ended; they never finished, so no work is lost."""
+    """Number of groups in flight without a finished turn when the process ended."""
+    begun: tuple[Begun, ...] = ()
+    """Groups in flight with finished turns, in the order of their starts; they go on."""
 
     @property
     def first_step(self) -> int:

@@ -13,7 +13,7 @@ from shoal.gateway.registry import SessionBounds
 from shoal.gateway.server import Gateway
 from shoal.gateway.sessions import OpenRequest, Session, SessionLimits
 from shoal.gateway.token_tree import TokenTree
-from shoal.interfaces import Engine
+from shoal.interfaces import Engine, FinishedTurns
 from shoal.model.chat_template import ChatRenderer
 from shoal.net.chat import TIMEOUT_S
 from shoal.net.listening import TLSFiles, is_loopback, tls_files
@@ -92,9 +92,11 @@ class Host:
             finally:
                 await close_clients()
 
-    def session(self, sampling: Sampling, priority: int, timeout_s: float) -> HostedSession:
+    def session(
+        self, sampling: Sampling, priority: int, timeout_s: float, turns: FinishedTurns | None = None
+    ) -> HostedSession:
         """A session for a rollout of at most `timeout_s`. Raises `EngineUnavailable` when there are too many."""
         limits = SessionLimits(UNLIMITED, UNLIMITED, age_s=IDLE_FACTOR * timeout_s)
-        session = self.gateway.sessions.open(OpenRequest(sampling, limits), priority)
+        session = self.gateway.sessions.open(OpenRequest(sampling, limits), priority, turns)
         root = f"{self.url}/s/{session.token}"
         return HostedSession(session, self.gateway, f"{root}/v1", root, session.token)

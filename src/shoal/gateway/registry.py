@@ -11,7 +11,7 @@ from shoal.gateway.answer_request import SessionContext
 from shoal.gateway.samplers import TrainedSampler
 from shoal.gateway.sessions import DEFAULTS, ENDED, OpenRequest, Session
 from shoal.gateway.token_tree import TokenTree
-from shoal.interfaces import Engine
+from shoal.interfaces import Engine, FinishedTurns
 from shoal.types import Message
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open(self, asked: OpenRequest = DEFAULTS, priority: int = 0) -> Session:
+    def open(self, asked: OpenRequest = DEFAULTS, priority: int = 0, turns: FinishedTurns | None = None) -> Session:
         """Opens a trained session. Raises `EngineUnavailable` when too many are open."""
         if len(self._open) >= self.bounds.sessions:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.sessions} open ones; end some")
         if self._is_full:
             raise EngineUnavailable(f"sessions: expected at most {self.bounds.tokens} tokens held; end some")
-        sampler = TrainedSampler(self.context, self._engine, priority)
+        sampler = TrainedSampler(self.context, self._engine, priority, turns)
         session = Session(self.context, asked, self._trial.sampler(sampler) if self._trial else sampler)
         self._open[session.token] = session
         self.context.counted["sessions"] += 1

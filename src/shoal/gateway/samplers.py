@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from shoal.errors import EngineUnavailable
 from shoal.gateway.answer_text import AnswerText
 from shoal.gateway.token_tree import Generation
-from shoal.interfaces import Engine, ModelServer, ServedToken
+from shoal.interfaces import Engine, FinishedTurns, ModelServer, ServedToken
 from shoal.types import Completion, FinishReason, Sampling
 
 if TYPE_CHECKING:
@@ -73,12 +73,27 @@ class TrainedSampler:
     context: "SessionContext"
     engine: Engine
     priority: int = 0
+    turns: FinishedTurns | None = None
+    """Takes finished turns; those of a killed run are answered from it."""
     is_trained = True
 
     async def completion(
         self, answering: Answering, ask: "AnswerRequest", sampling: Sampling, session: str
     ) -> Completion:
-        """Implements `AnswerSampler`.
+        """Implements `AnswerSampler`."""
+        if self.turns is None:
+            return await self._sampled(answering, sampling, session)
+        whole = self.turns.take(answering.prompt_ids)
+        if whole is not None:
+            size = 4 * len(whole.token_ids)
+            await self.context.computed(size, answering.text.add, whole.token_ids, last=True)
+            return whole
+        whole = await self._sampled(answering, sampling, session)
+        self.turns.keep(answering.prompt_ids, whole)
+        return whole
+
+    async def _sampled(self, answering: Answering, sampling: Sampling, session: str) -> Completion:
+        """A completion by the engine.
 
         Engines do not see text, so an answer with stop texts is sampled in pieces, and the tokens after its end are
         dropped. The end depends only on the tokens before it, so that the kept ones keep their distribution.

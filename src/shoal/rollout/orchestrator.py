@@ -11,10 +11,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from shoal.errors import TaskError
 from shoal.experience.buffer import Buffer
-from shoal.interfaces import Environment
+from shoal.experience.log import INTERRUPTED
+from shoal.experience.schema import Begun
+from shoal.interfaces import Environment, TurnsOf
 from shoal.rollout.first_failures import FirstFailures
 from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.question_pool import QuestionPool
@@ -38,6 +41,12 @@ REDRAW_S, LONGEST_REDRAW_S = 0.5, 60.0
 NO_QUESTION = "no question can be drawn"
 ANOTHER = 1 << 32
 """Number added to the index of a question that cannot be drawn: another question takes its place."""
+
+
+class Answer(Protocol):
+    """Answers a task; `turns` has those that are finished."""
+
+    def __call__(self, task: Task, /, *, turns: TurnsOf | None) -> Awaitable[tuple[Rollout, ...]]: ...
 
 
 @dataclass(slots=True)
@@ -64,7 +73,7 @@ class Source:
     """Draws training tasks of an environment and has them answered."""
 
     environment: Environment
-    answer: Callable[[Task], Awaitable[tuple[Rollout, ...]]]
+    answer: "Answer"
     groups_at_once: Callable[[], int | None] = lambda: None
     """Number of groups that may run at once now; None leaves it to the gate."""
     health: Health | None = None
@@ -100,10 +109,10 @@ class Source:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LONGEST_REDRAW_S)
 
-    async def rollouts(self, task: Task) -> tuple[Rollout, ...]:
+    async def rollouts(self, task: Task, turns: TurnsOf | None = None) -> tuple[Rollout, ...]:
         """The rollouts of a task. A failure is a rollout's status and reason, never an exception."""
         try:
-            rollouts = await self.answer(task)
+            rollouts = await self.answer(task, turns=turns)
         finally:
             if self.pool is not None:
                 self.pool.ended(task)
@@ -168,6 +177,8 @@ class Orchestrator:
         async with asyncio.TaskGroup() as groups:
             for source in self._sources.values():
                 groups.create_task(self._keep_drawn(source), name=f"drawing {source.name}")
+            for begun in self._buffer.take_begun():
+                groups.create_task(self._go_on(begun), name=f"group {begun.group_id}")
             while True:
                 self._wake.clear()
                 while await self._start_one(groups):
@@ -215,6 +226,15 @@ class Orchestrator:
         groups.create_task(self._run_group(self._sources[name], group_id, task, version), name=f"group {group_id}")
         return True
 
+    async def _go_on(self, begun: Begun) -> None:
+        """Ends a group that was in flight when the run was killed, from its finished turns."""
+        source = self._sources.get(begun.service)
+        if source is None:  # a task that the configuration has no more
+            await self._buffer.fail(begun.group_id, INTERRUPTED)
+            return
+        task = await source.draw(int(begun.group_id.removeprefix(f"{source.name}-")))
+        await self._run_group(source, begun.group_id, task, begun.admitted_version)
+
     @property
     def _taken(self) -> dict[str, int]:
         """Groups of each source that take part of its quota: usable ones that were not dropped, and running ones."""
@@ -229,7 +249,7 @@ class Orchestrator:
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
         place = self._first.started() if source.health is None else None
         try:
-            rollouts = await source.rollouts(task)
+            rollouts = await source.rollouts(task, (await self._buffer.turns(group_id)).of)
         except asyncio.CancelledError:
             own = asyncio.current_task()
             if own is None or own.cancelling():

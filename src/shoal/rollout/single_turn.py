@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.interfaces import Engine, Purpose, Renderer, Runner, Scorer
+from shoal.interfaces import Engine, Purpose, Renderer, Runner, Scorer, TurnsOf
 from shoal.model.answer import written
 from shoal.types import (
     Completion,
@@ -46,13 +46,20 @@ class SingleTurn:
     scorer: Scorer
     sampling: Sampling
 
-    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+    async def rollouts(
+        self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN, turns: TurnsOf | None = None
+    ) -> tuple[Rollout, ...]:
         """The `n` rollouts of a task. A failure is a rollout's status and reason, never an exception."""
         prompt_ids = tuple(self.renderer.prompt_ids(task.messages))
         seed = seed_for("rollout", self.sampling.seed or 0, task.id)
         sampling = replace(sampled_for(purpose, self.sampling), seed=seed)
+        kept = [turns(i) for i in range(n)] if turns is not None else []
+        completions = [completion for one in kept if (completion := one.take(prompt_ids)) is not None]
         try:
-            completions = await self.completions(task, prompt_ids, sampling, n, priority_of(purpose))
+            if len(completions) < n:
+                completions = await self.completions(task, prompt_ids, sampling, n, priority_of(purpose))
+                for one, completion in zip(kept, completions, strict=False):
+                    one.keep(prompt_ids, completion)
         except (RequestRefused, EngineUnavailable) as error:
             return tuple(failed(task, i, f"engine: {error}") for i in range(n))
         answers = [self.renderer.message(completion.token_ids, prompt_ids) for completion in completions]
@@ -76,9 +83,11 @@ class Runners:
     by_service: Mapping[str, Runner]
     default: Runner
 
-    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+    async def rollouts(
+        self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN, turns: TurnsOf | None = None
+    ) -> tuple[Rollout, ...]:
         """Runs a task's rollouts with the runner of its service."""
-        return await self.by_service.get(task.service, self.default).rollouts(task, n, purpose)
+        return await self.by_service.get(task.service, self.default).rollouts(task, n, purpose, turns)
 
 
 def _rollout(task: Task, i: int, turn: Turn, answer: Message, reward: Reward) -> Rollout:

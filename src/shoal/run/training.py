@@ -343,8 +343,8 @@ async def recover(policy: Policy, run_dir: Path, trackers: Trackers) -> None:
             trackers.log_event("replay_not_exact", step=record.step + 1)
     if recovered.version > 0:
         await policy.versions.recover(recovered.version)
-        counts = {"waiting": float(recovered.waiting), "interrupted": float(recovered.interrupted)}
-        trackers.log_event("resumed", step=recovered.first_step, **counts)
+        counts = {"waiting": recovered.waiting, "begun": len(recovered.begun), "interrupted": recovered.interrupted}
+        trackers.log_event("resumed", step=recovered.first_step, **{name: float(n) for name, n in counts.items()})
 
 
 async def _replay(policy: Policy, record: StepRecord) -> bool:

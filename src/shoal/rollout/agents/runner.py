@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from shoal.errors import ContextOverflow, EngineError, EngineUnavailable, ShoalError
-from shoal.interfaces import Model, Purpose, Scorer
+from shoal.interfaces import FinishedTurns, Model, Purpose, Scorer, TurnsOf
 from shoal.model.answer import written
 from shoal.plugins import described
 from shoal.rollout.single_turn import failed, priority_of, sampled_for, unscored
@@ -74,17 +74,20 @@ class AgentRunner:
     def __post_init__(self) -> None:
         self._places = asyncio.Semaphore(self.max_at_once) if self.max_at_once else contextlib.nullcontext()
 
-    async def rollouts(self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
+    async def rollouts(
+        self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN, turns: TurnsOf | None = None
+    ) -> tuple[Rollout, ...]:
         """The `n` rollouts of a task, side by side."""
-        return tuple(await asyncio.gather(*(self._rollout(task, i, purpose) for i in range(n))))
+        kept = [None if turns is None else turns(i) for i in range(n)]
+        return tuple(await asyncio.gather(*(self._rollout(task, i, purpose, kept[i]) for i in range(n))))
 
-    async def _rollout(self, task: Task, i: int, purpose: Purpose) -> Rollout:
+    async def _rollout(self, task: Task, i: int, purpose: Purpose, turns: FinishedTurns | None) -> Rollout:
         seed = seed_for("rollout", self.sampling.seed or 0, task.id, i)
         sampling = replace(sampled_for(purpose, self.sampling), seed=seed)
         async with self._places:
             for attempts_left in reversed(range(ATTEMPTS)):
                 try:
-                    model = self.host.session(sampling, priority_of(purpose), self.timeout_s)
+                    model = self.host.session(sampling, priority_of(purpose), self.timeout_s, turns)
                 except EngineUnavailable as error:
                     return failed(task, i, f"gateway: {error}")
                 try:
@@ -93,6 +96,8 @@ class AgentRunner:
                     await model.end()  # the answer in progress becomes a turn
                 if not (end.again and attempts_left):
                     break
+                if turns is not None:
+                    turns.forget()
         return await self._judged(task, i, model, end)
 
     async def _played(self, task: Task, model: "HostedSession") -> _End:

@@ -1,0 +1,73 @@
+"""Finished turns of groups in flight: logged as they finish, and given again to a resumed run.
+
+Source: the fragments of GLM-5 (arXiv 2602.15763, section 4.1). A turn is found by its rollout's index and its prompt's
+tokens, so an agent that asks something else after a resume gets new answers.
+"""
+
+import hashlib
+import sqlite3
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from shoal import wire
+from shoal.experience.log import BODY_BYTES
+from shoal.types import Completion
+
+Key: TypeAlias = tuple[int, bytes]
+"""Index of the rollout in its group, and digest of the prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTurns:
+    """Turns of a group that an earlier process left, and the way to log further ones."""
+
+    group_id: str
+    post: Callable[[Callable[[sqlite3.Connection], object]], None]
+    left: defaultdict[Key, deque[Completion]] = field(default_factory=lambda: defaultdict(deque))
+
+    def of(self, rollout: int) -> "RolloutTurns":
+        """The turns of one rollout."""
+        return RolloutTurns(self, rollout)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutTurns:
+    """Implements `interfaces.FinishedTurns` in the log of the run."""
+
+    group: GroupTurns
+    rollout: int
+
+    def take(self, prompt_ids: Sequence[int]) -> Completion | None:
+        """Implements `FinishedTurns`."""
+        left = self.group.left.get((self.rollout, _digest(prompt_ids)))
+        return left.popleft() if left else None
+
+    def keep(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+        """Implements `FinishedTurns`."""
+        row = (self.group.group_id, self.rollout, _digest(prompt_ids), wire.encode(completion))
+        self.group.post(lambda c: c.execute("INSERT INTO turns VALUES (?, ?, ?, ?)", row))
+
+    def forget(self) -> None:
+        """Implements `FinishedTurns`."""
+        for key in [key for key in self.group.left if key[0] == self.rollout]:
+            del self.group.left[key]
+        row = (self.group.group_id, self.rollout)
+        self.group.post(lambda c: c.execute("DELETE FROM turns WHERE group_id = ? AND rollout = ?", row))
+
+
+def read_left(connection: sqlite3.Connection, turns: GroupTurns) -> GroupTurns:
+    """Fills `turns` with those of its group in the log, in the order of their ends."""
+    rows = connection.execute(
+        "SELECT rollout, prompt, body FROM turns WHERE group_id = ? ORDER BY rowid", (turns.group_id,)
+    )
+    for rollout, prompt, body in rows:
+        turns.left[rollout, prompt].append(wire.decode(body, Completion, BODY_BYTES))
+    return turns
+
+
+def _digest(prompt_ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(np.asarray(prompt_ids, np.int64).tobytes(), digest_size=16).digest()
