@@ -61,4 +61,4 @@ def test_kill_9_loses_no_committed_group_and_uses_none_twice(tmp_path):
     assert len(told_steps) > KILLS
     assert list(told_steps) == list(range(len(told_steps)))
     assert report.dropped > 0
-    assert len(list((tmp_path / "archive").glob("steps-*"))) > 2
+    assert len(list((tmp_path / "archive").glob("steps-*"))) >= 2
