@@ -43,7 +43,7 @@ ANOTHER = 1 << 32
 """Number added to the index of a question that cannot be drawn: another question takes its place."""
 
 
-class Answer(Protocol):
+class AnswerTask(Protocol):
     """Answers a task; `turns` has those that are finished."""
 
     def __call__(self, task: Task, /, *, turns: TurnsOf | None) -> Awaitable[tuple[Rollout, ...]]: ...
@@ -73,7 +73,7 @@ class Source:
     """Draws training tasks of an environment and has them answered."""
 
     environment: Environment
-    answer: "Answer"
+    answer: "AnswerTask"
     groups_at_once: Callable[[], int | None] = lambda: None
     """Number of groups that may run at once now; None leaves it to the gate."""
     health: Health | None = None
