@@ -16,7 +16,8 @@ from shoal.experience.buffer import Buffer
 from shoal.experience.counts import task_counts
 from shoal.experience.log import open_log, read
 from shoal.experience.schema import RunMeta
-from shoal.types import Completion, FinishReason, Group
+from shoal.experience.turns import GroupTurns
+from shoal.types import Completion, FinishReason, Group, Task
 
 WHICH = st.integers(0, 1000)
 PROMPT = (5, 6)
@@ -24,6 +25,10 @@ PROMPT = (5, 6)
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 """A file system in memory, where a thousand logs are opened in a third of the time."""
+
+
+def service_of(group_id):
+    return "ab"[(int(group_id[1:]) + 1) % 2]
 
 
 def in_turns(connection):
@@ -46,6 +51,7 @@ class BufferMachine(RuleBasedStateMachine):
         self.started = 0
         self.running: dict[str, int] = {}
         self.turns: dict[str, list[Completion]] = {}
+        self.logs: dict[str, GroupTurns] = {}
         self.added: set[str] = set()
         self.used: list[str] = []
         self.kept: list[Group] = []
@@ -78,8 +84,7 @@ class BufferMachine(RuleBasedStateMachine):
     def finish(self, which, first, failed):
         group_id, admitted = self.pick(which)
         drawn = (admitted + first % (self.served - admitted + 1), self.served)
-        service = "ab"[(int(group_id[1:]) + 1) % 2]
-        one = group(group_id, drawn, admitted=admitted, size=3, failed=failed, service=service)
+        one = group(group_id, drawn, admitted=admitted, size=3, failed=failed, service=service_of(group_id))
         assert self.do(self.buffer.add(one)) == (failed < 2)
         if failed < 2:
             self.added.add(group_id)
@@ -102,7 +107,8 @@ class BufferMachine(RuleBasedStateMachine):
     def begin_again(self, which):
         group_id = sorted(self.running)[which % len(self.running)]
         self.of(group_id, lambda turns: turns.forget())
-        self.turns.pop(group_id, None)
+        if group_id in self.turns:
+            self.turns[group_id] = []
 
     @precondition(lambda self: self.buffer.waiting >= self.meta.groups_per_step - len(self.kept))
     @rule(give_up=st.booleans())
@@ -148,10 +154,11 @@ class BufferMachine(RuleBasedStateMachine):
         assert recovered.version == self.version
         assert recovered.last_step == (self.step - 1 if self.step else None)
         begun = {name: at for name, at in self.running.items() if name in self.turns}
-        assert {one.group_id: one.admitted_version for one in self.buffer.take_begun()} == begun
+        assert {one.group_id: one.admitted_version for one in recovered.begun} == begun
         assert recovered.interrupted == len(self.running) - len(begun)
+        self.logs.clear()
         for name in begun:
-            turns = self.do(self.buffer.turns(name))
+            turns = self.do(self.turns_of(name))
             assert turns.of(0).take(PROMPT) is turns.of(1).take((5,)) is None
             assert [turns.of(1).take(PROMPT) for _ in self.turns[name]] == self.turns[name]
             assert turns.of(1).take(PROMPT) is None
@@ -169,9 +176,14 @@ class BufferMachine(RuleBasedStateMachine):
         if not self.running and self.served == self.version and gate.accepted == len(self.used) + self.buffer.waiting:
             assert self.buffer.waiting >= self.meta.groups_per_step or gate.capacity > 0
 
+    async def turns_of(self, group_id):
+        if group_id not in self.logs:
+            self.logs[group_id] = await self.buffer.turns(group_id, Task(f"{group_id}/0", service_of(group_id), ()))
+        return self.logs[group_id]
+
     def of(self, group_id, use):
         async def main():
-            use((await self.buffer.turns(group_id)).of(1))
+            use((await self.turns_of(group_id)).of(1))
 
         self.do(main())
 

@@ -141,7 +141,7 @@ def pool_without_running(chosen: QuestionPool) -> QuestionPool:
 
 
 def test_a_source_with_a_pool_draws_from_it_and_gives_each_question_back_when_its_group_fails() -> None:
-    async def failing(task: Task):
+    async def failing(task: Task, *, turns: object):
         raise RuntimeError(task.id)
 
     chosen = pool(CANDIDATES)

@@ -21,7 +21,7 @@ from pathlib import Path
 async def talks(task, client):
     messages = [{"role": one.role.value, "content": one.content} for one in task.messages]
     for turn in range(3):
-        while turn == 2 and "/train/" in task.id and not Path("go").exists():  # a slow tool
+        while turn == 2 and task.id.count("/") == 2 and not Path("go").exists():  # a slow tool
             await asyncio.sleep(0.05)
         answer = (await client.chat.completions.create(model="default", messages=messages)).choices[0].message.content
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"go on {turn}"}]
@@ -32,7 +32,9 @@ async def talks(task, client):
 def finished_turns(log: Path) -> dict[str, dict[int, list[Completion]]]:
     """Logged turns of groups in flight: group -> rollout -> completions in the order of their ends."""
     with closing(sqlite3.connect(f"{log.as_uri()}?mode=ro", uri=True)) as connection:
-        rows = connection.execute("SELECT group_id, rollout, body FROM turns ORDER BY rowid").fetchall()
+        rows = connection.execute(
+            "SELECT group_id, rollout, body FROM turns WHERE rollout >= 0 ORDER BY rowid"
+        ).fetchall()
     found: dict[str, dict[int, list[Completion]]] = {}
     for group, rollout, body in rows:
         found.setdefault(group, {}).setdefault(rollout, []).append(wire.decode(body, Completion, len(body)))

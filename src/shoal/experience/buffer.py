@@ -15,11 +15,11 @@ from shoal.experience.balance import Balance, Due, TakenGroup, WaitingGroup
 from shoal.experience.counts import TaskCounts, read_task_counts
 from shoal.experience.gate import AdmissionGate
 from shoal.experience.log import LockedLog
-from shoal.experience.schema import Begun, ConsumedGroup, Recovered, RunMeta, StepRecord
+from shoal.experience.schema import ConsumedGroup, Recovered, RunMeta, StepRecord
 from shoal.experience.turns import GroupTurns, read_left
 from shoal.experience.writer import LogWriter
 from shoal.interfaces import Follower
-from shoal.types import Group, Sample
+from shoal.types import Group, Sample, Task
 
 T = TypeVar("T")
 
@@ -33,8 +33,7 @@ class Buffer:
     """The experience log of a run with the gates before and behind it. One event loop, one taker.
 
     Invariants:
-    - A group is committed before `take` can return it. It is returned at most once in the life of a run; the log
-      refuses a second use.
+    - A group is committed before `take` returns it, at most once in the life of a run; the log refuses a second use.
     - `take` returns each task's groups in the order of their oldest sampled token, then in commit order. Among tasks it
       keeps to `balance`; without a balance the oldest of all groups come first.
     - With the policy "drop", no returned group has a token older than `max_staleness` Versions. With "mask_tokens" and
@@ -71,15 +70,13 @@ class Buffer:
         self.counts: defaultdict[str, TaskCounts]
         """Per task service."""
         self.recovered, self.counts = self._recover(opened, meta)
-        self._begun = self.recovered.begun
         self._writer = LogWriter(opened, on_failure=self.fail_waiting, threaded=threaded)
 
     @classmethod
     def open(cls, run_dir: Path, meta: RunMeta, *, max_running: int, resume: bool = False) -> "Buffer":
         """Opens the buffer of a run directory; `recovered` is the state at its last end. Raises `RunDirError`.
 
-        At most `max_running` groups run at once. Opening blocks while it reads the log, so open it before the loop is
-        busy.
+        At most `max_running` groups run at once. Opening blocks while it reads the log.
         """
         opened = log.open_log(run_dir, meta, resume=resume)
         try:
@@ -143,14 +140,9 @@ class Buffer:
         self._writer.post(lambda c: log.insert_started(c, group_id, service, at))
         return version
 
-    def take_begun(self) -> tuple[Begun, ...]:
-        """Groups that were in flight when the run was killed and have finished turns, once; they count as running."""
-        begun, self._begun = self._begun, ()
-        return begun
-
-    async def turns(self, group_id: str) -> GroupTurns:
+    async def turns(self, group_id: str, task: Task) -> GroupTurns:
         """The finished turns of a running group, and the way to log further ones."""
-        turns = GroupTurns(group_id, self._writer.post)
+        turns = GroupTurns(group_id, task, self._writer.post)
         if any(one.group_id == group_id for one in self.recovered.begun):
             await self._writer.commit(partial(read_left, turns=turns))
         return turns
@@ -195,8 +187,7 @@ class Buffer:
                 if self._failure is not None:
                     raise self._failure
                 self._drop_late(version)
-                now_s = asyncio.get_running_loop().time()
-                choice = self._balance.next(self._waiting, n, self._used(), now_s)
+                choice = self._balance.next(self._waiting, n, self._used(), asyncio.get_running_loop().time())
                 if choice.groups:
                     break
                 self._offered.clear()
@@ -332,7 +323,7 @@ class Buffer:
             insort(self._waiting, WaitingGroup(group.oldest_version, seq, group))
             self._horizon = seq
         begun = log.read_begun(connection)
-        self._running.update((one.group_id, one.service) for one in begun)
+        self._running.update((one.group_id, one.task.service) for one in begun)
         version = last.version_after if last else 0
         with opened.whole() as whole:
             used = log.count_used(whole)
@@ -376,8 +367,7 @@ class Buffer:
         """Drops the groups without a token that may be trained under `version`."""
         if not self._waiting or self._waiting[0].oldest_version >= self.gate.staleness.oldest(version):
             return
-        late: list[WaitingGroup] = []
-        kept: list[WaitingGroup] = []
+        late, kept = list[WaitingGroup](), list[WaitingGroup]()
         for one in self._waiting:
             is_late = self.gate.staleness.refuses(one.oldest_version, one.newest_version, version)
             (late if is_late else kept).append(one)

@@ -319,10 +319,10 @@ def interrupt_in_flight(connection: sqlite3.Connection, after_step: int) -> int:
 def read_begun(connection: sqlite3.Connection) -> tuple[Begun, ...]:
     """Groups that neither finished nor ended, in the order of their starts."""
     rows = connection.execute(
-        "SELECT group_id, service, admitted_version FROM started WHERE group_id IN (SELECT group_id FROM turns) "
+        "SELECT group_id, body, admitted_version FROM turns JOIN started USING (group_id) WHERE rollout = -1 "
         "ORDER BY started_seq"
     )
-    return tuple(Begun(*row) for row in rows)
+    return tuple(Begun(group_id, wire.decode(task, Task, BODY_BYTES), at) for group_id, task, at in rows)
 
 
 def read_waiting(connection: sqlite3.Connection) -> Iterator[tuple[int, Group]]:

@@ -19,6 +19,7 @@ of the step that trains it; it passes no gate and never waits.
 from dataclasses import dataclass
 
 from shoal.staleness import Late, Staleness
+from shoal.types import Task
 
 FORMAT = "3"
 SCHEMA = """
@@ -47,7 +48,7 @@ TURNS = (
     "body BLOB NOT NULL)",
     "CREATE INDEX IF NOT EXISTS turns_of_group ON turns(group_id, rollout)",
 )
-"""Also made in logs of the same format that lack it."""
+"""Also made in logs of the same format that lack it. Rollout -1 of a group holds its task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,7 @@ class Begun:
     """A group that was in flight when its process ended, and goes on."""
 
     group_id: str
-    service: str
+    task: Task
     admitted_version: int
 
 

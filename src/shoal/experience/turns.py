@@ -15,23 +15,34 @@ import numpy as np
 
 from shoal import wire
 from shoal.experience.log import BODY_BYTES
-from shoal.types import Completion
+from shoal.types import Completion, Task
 
 Key: TypeAlias = tuple[int, bytes]
 """Index of the rollout in its group, and digest of the prompt."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupTurns:
     """Turns of a group that an earlier process left, and the way to log further ones."""
 
     group_id: str
+    task: Task
     post: Callable[[Callable[[sqlite3.Connection], object]], None]
     left: defaultdict[Key, deque[Completion]] = field(default_factory=lambda: defaultdict(deque))
+    is_logged: bool = False
+    """Whether the log has the group's task, without which no turn is found."""
 
     def of(self, rollout: int) -> "RolloutTurns":
         """The turns of one rollout."""
         return RolloutTurns(self, rollout)
+
+    def insert(self, rollout: int, prompt: bytes, body: bytes) -> None:
+        """Has a row logged, after that of the task."""
+        rows = [(self.group_id, rollout, prompt, body)]
+        if not self.is_logged:
+            self.is_logged = True
+            rows.insert(0, (self.group_id, -1, b"", wire.encode(self.task)))
+        self.post(lambda c: c.executemany("INSERT INTO turns VALUES (?, ?, ?, ?)", rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +59,7 @@ class RolloutTurns:
 
     def keep(self, prompt_ids: Sequence[int], completion: Completion) -> None:
         """Implements `FinishedTurns`."""
-        row = (self.group.group_id, self.rollout, _digest(prompt_ids), wire.encode(completion))
-        self.group.post(lambda c: c.execute("INSERT INTO turns VALUES (?, ?, ?, ?)", row))
+        self.group.insert(self.rollout, _digest(prompt_ids), wire.encode(completion))
 
     def forget(self) -> None:
         """Implements `FinishedTurns`."""
@@ -61,8 +71,9 @@ class RolloutTurns:
 
 def read_left(connection: sqlite3.Connection, turns: GroupTurns) -> GroupTurns:
     """Fills `turns` with those of its group in the log, in the order of their ends."""
+    turns.is_logged = True
     rows = connection.execute(
-        "SELECT rollout, prompt, body FROM turns WHERE group_id = ? ORDER BY rowid", (turns.group_id,)
+        "SELECT rollout, prompt, body FROM turns WHERE group_id = ? AND rollout >= 0 ORDER BY rowid", (turns.group_id,)
     )
     for rollout, prompt, body in rows:
         turns.left[rollout, prompt].append(wire.decode(body, Completion, BODY_BYTES))

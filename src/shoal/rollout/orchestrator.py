@@ -167,6 +167,7 @@ class Orchestrator:
         self._ready: dict[str, asyncio.Queue[tuple[int, Task]]] = {name: asyncio.Queue(1) for name in self._sources}
         self._quotas_before = {name: self._quotas.quota(name) for name in self._sources}
         self._wake = asyncio.Event()
+        self._begun = buffer.recovered.begun
         for source in sources:
             source.on_presence = self.presence
 
@@ -177,7 +178,8 @@ class Orchestrator:
         async with asyncio.TaskGroup() as groups:
             for source in self._sources.values():
                 groups.create_task(self._keep_drawn(source), name=f"drawing {source.name}")
-            for begun in self._buffer.take_begun():
+            begun_groups, self._begun = self._begun, ()
+            for begun in begun_groups:
                 groups.create_task(self._go_on(begun), name=f"group {begun.group_id}")
             while True:
                 self._wake.clear()
@@ -228,12 +230,13 @@ class Orchestrator:
 
     async def _go_on(self, begun: Begun) -> None:
         """Ends a group that was in flight when the run was killed, from its finished turns."""
-        source = self._sources.get(begun.service)
+        source = self._sources.get(begun.task.service)
         if source is None:  # a task that the configuration has no more
             await self._buffer.fail(begun.group_id, INTERRUPTED)
             return
-        task = await source.draw(int(begun.group_id.removeprefix(f"{source.name}-")))
-        await self._run_group(source, begun.group_id, task, begun.admitted_version)
+        if source.pool is not None:
+            source.pool.began(begun.task)
+        await self._run_group(source, begun.group_id, begun.task, begun.admitted_version)
 
     @property
     def _taken(self) -> dict[str, int]:
@@ -249,7 +252,7 @@ class Orchestrator:
     async def _run_group(self, source: Source, group_id: str, task: Task, version: int) -> None:
         place = self._first.started() if source.health is None else None
         try:
-            rollouts = await source.rollouts(task, (await self._buffer.turns(group_id)).of)
+            rollouts = await source.rollouts(task, (await self._buffer.turns(group_id, task)).of)
         except asyncio.CancelledError:
             own = asyncio.current_task()
             if own is None or own.cancelling():

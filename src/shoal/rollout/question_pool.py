@@ -96,14 +96,19 @@ class QuestionPool:
     def draw(self, index: int) -> Task:
         """The task of the group at `index`, whose id no other group has; `ended` must follow."""
         number = self._chosen(index)
-        self._running[number] += 1
-        return replace(self._tasks[number], id=f"{self._tasks[number].id}/{index}")
+        task = replace(self._tasks[number], id=f"{self._tasks[number].id}/{index}")
+        self.began(task)
+        return task
+
+    def began(self, task: Task) -> None:
+        """Notes that a group of a question runs; `ended` must follow."""
+        if (number := self._number(task)) is not None:
+            self._running[number] += 1
 
     def ended(self, task: Task) -> None:
-        """Notes that the group of a drawn task is over, usable or not."""
-        number = self._number(task)
-        assert number is not None, f"{task.id} is no question of the pool"
-        self._running[number] -= 1
+        """Notes that the group of a task is over, usable or not."""
+        if (number := self._number(task)) is not None:
+            self._running[number] -= 1
 
     def counts(self) -> dict[str, int]:
         """Number of questions that are easy, hard, in between, and unknown: not answered in the pool's memory."""
