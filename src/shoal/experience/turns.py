@@ -6,12 +6,11 @@ tokens, so an agent that asks something else after a resume gets new answers.
 
 import hashlib
 import sqlite3
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
-
-import numpy as np
 
 from shoal import wire
 from shoal.experience.log import BODY_BYTES
@@ -81,4 +80,4 @@ def read_left(connection: sqlite3.Connection, turns: GroupTurns) -> GroupTurns:
 
 
 def _digest(prompt_ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(np.asarray(prompt_ids, np.int64).tobytes(), digest_size=16).digest()
+    return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).digest()

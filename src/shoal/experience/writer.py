@@ -18,6 +18,8 @@ T = TypeVar("T")
 
 LOCK_TIMEOUT_S = 1.0
 """Seconds that one attempt to write waits for another program's lock; attempts go on until the log is closed."""
+POST_DELAY_S = 0.02
+"""Longest wait of a write that has no waiter, so that many share a commit, which costs more than they do."""
 MAX_BATCH = 256
 """Most writes per transaction: enough to share a commit, few enough to keep its latency low."""
 
@@ -65,7 +67,9 @@ class LogWriter:
 
     def post(self, run: Callable[[sqlite3.Connection], object]) -> None:
         """Requests a write without waiting for it. A later request is never durable earlier."""
-        self._ask(run).add_done_callback(lambda done: done.exception())  # `on_failure` receives it
+        self._ask(run, delay_s=POST_DELAY_S).add_done_callback(
+            lambda done: done.exception()
+        )  # `on_failure` receives it
 
     async def commit(
         self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] = lambda result: None
@@ -84,6 +88,8 @@ class LogWriter:
     async def close(self) -> None:
         """Waits for pending writes, but for no other program's lock, and closes the log."""
         self._closing.set()
+        if self._asked:
+            self._begin()
         if self._working is not None:
             await self._working
         if self._thread is not None:
@@ -96,6 +102,7 @@ class LogWriter:
         arrived: Callable[[T], None] = lambda result: None,
         *,
         alone: bool = False,
+        delay_s: float = 0.0,
     ) -> asyncio.Future[T]:
         self._loop = asyncio.get_running_loop()
         write = _Write(run, arrived, self._loop.create_future(), alone)
@@ -105,9 +112,16 @@ class LogWriter:
             self._deliver([write], self._commit_batch([write]))
         else:
             self._asked.append(write)
-            if self._working is None or self._working.done():
-                self._working = asyncio.create_task(self._work(self._thread))
+            if not delay_s:
+                self._begin()
+            elif len(self._asked) == 1:
+                self._loop.call_later(delay_s, self._begin)
         return write.future
+
+    def _begin(self) -> None:
+        """Starts to work unless that is under way, or all is done."""
+        if self._thread is not None and self._asked and (self._working is None or self._working.done()):
+            self._working = self._loop.create_task(self._work(self._thread))
 
     async def _work(self, thread: ThreadPoolExecutor) -> None:
         """Makes all requested writes one transaction at a time, except calls between two transactions."""
