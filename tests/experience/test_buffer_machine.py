@@ -102,6 +102,13 @@ class BufferMachine(RuleBasedStateMachine):
         self.of(group_id, lambda turns: turns.keep(PROMPT, one))
         self.turns.setdefault(group_id, []).append(one)
 
+    @precondition(lambda self: self.logs.keys() - self.running.keys())
+    @rule(which=WHICH)
+    def turn_after_the_end_of_its_group(self, which):
+        ended = sorted(self.logs.keys() - self.running.keys())
+        one = Completion((1,), (-0.5,), (self.served,), FinishReason.STOP)
+        self.of(ended[which % len(ended)], lambda turns: turns.keep(PROMPT, one))
+
     @precondition(lambda self: self.running)
     @rule(which=WHICH)
     def begin_again(self, which):

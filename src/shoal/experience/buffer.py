@@ -141,8 +141,8 @@ class Buffer:
         return version
 
     async def turns(self, group_id: str, task: Task) -> GroupTurns:
-        """The finished turns of a running group, and the way to log further ones."""
-        turns = GroupTurns(group_id, task, self._writer.post)
+        """The finished turns of a running group, and the way to log further ones until it ends."""
+        turns = GroupTurns(group_id, task, self._running, self._writer.post)
         if any(one.group_id == group_id for one in self.recovered.begun):
             await self._writer.commit(partial(read_left, turns=turns))
         return turns

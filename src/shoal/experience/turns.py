@@ -8,7 +8,7 @@ import hashlib
 import sqlite3
 from array import array
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -26,7 +26,9 @@ class GroupTurns:
 
     group_id: str
     task: Task
-    post: Callable[[Callable[[sqlite3.Connection], object]], None]
+    running: Container[str]
+    """Groups that run now; a turn after the end of its group is not logged."""
+    _post: Callable[[Callable[[sqlite3.Connection], object]], None]
     left: defaultdict[Key, deque[Completion]] = field(default_factory=lambda: defaultdict(deque))
     is_logged: bool = False
     """Whether the log has the group's task, without which no turn is found."""
@@ -41,7 +43,12 @@ class GroupTurns:
         if not self.is_logged:
             self.is_logged = True
             rows.insert(0, (self.group_id, -1, b"", wire.encode(self.task)))
-        self.post(lambda c: c.executemany("INSERT INTO turns VALUES (?, ?, ?, ?)", rows))
+        self.change("INSERT INTO turns VALUES (?, ?, ?, ?)", rows)
+
+    def change(self, statement: str, rows: Sequence[tuple[object, ...]]) -> None:
+        """Has a statement run for each of its rows, unless the group has ended."""
+        if self.group_id in self.running:
+            self._post(lambda c: c.executemany(statement, rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +71,7 @@ class RolloutTurns:
         """Implements `FinishedTurns`."""
         for key in [key for key in self.group.left if key[0] == self.rollout]:
             del self.group.left[key]
-        row = (self.group.group_id, self.rollout)
-        self.group.post(lambda c: c.execute("DELETE FROM turns WHERE group_id = ? AND rollout = ?", row))
+        self.group.change("DELETE FROM turns WHERE group_id = ? AND rollout = ?", [(self.group.group_id, self.rollout)])
 
 
 def read_left(connection: sqlite3.Connection, turns: GroupTurns) -> GroupTurns:
