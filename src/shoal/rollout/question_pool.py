@@ -40,7 +40,7 @@ def differing(right: float, wrong: float, n: int) -> float:
     It is the chance that the group has a gradient: with baselines within groups equal rewards have none.
 
     >>> differing(1.0, 1.0, 2)  # the mean of 2p(1 - p) over p in 0..1
-    0.33333333333333337
+    0.3333333333333334
     """
     all_right = all_wrong = 1.0
     for i in range(n):
