@@ -26,11 +26,16 @@ def promotion(tmp_path: Path) -> Iterator[Promotion]:
         yield made
 
 
+def named(session: int) -> str:
+    """Name of a session; their order is not that of their numbers."""
+    return f"{session * 0x9E3779B97F4A7C15 % 2**64:016x}"
+
+
 def users(promotion: Promotion, sessions: range, *, old: float, new: float) -> list[bool]:
     """Sessions whose outcomes are those of their Version; returns which ones the new Version answered."""
     found = []
     for session in sessions:
-        name = f"{session:016x}"
+        name = named(session)
         found.append(promotion.is_new(name))
         if promotion.stage is Stage.TRIAL:
             promotion.report(f"chatcmpl-{name}-0", new if found[-1] else old)
@@ -53,7 +58,9 @@ def test_a_better_version_is_promoted_and_half_of_the_outcomes_suffice() -> None
 def test_the_share_grows_in_blocks_until_all_or_none(promotion: Promotion) -> None:
     shares = {promotion.share}
     first = users(promotion, range(32), old=0.5, new=0.5)
-    assert [sum(first[begin : begin + 8]) for begin in range(0, 32, 8)] == [1, 1, 1, 1]
+    blocks = [first[begin : begin + 8] for begin in range(0, 32, 8)]
+    assert [sum(block) for block in blocks] == [1, 1, 1, 1]
+    assert len({block.index(True) for block in blocks}) > 1, "clients could tell which session comes next"
     for begin in range(32, 200, 8):
         users(promotion, range(begin, begin + 8), old=0.5, new=0.5)
         shares.add(promotion.share)
@@ -66,7 +73,7 @@ def test_the_share_grows_in_blocks_until_all_or_none(promotion: Promotion) -> No
 
 
 def test_a_session_keeps_its_version_while_the_trial_lasts(promotion: Promotion) -> None:
-    names = [f"{session:016x}" for session in range(40)]
+    names = [named(session) for session in range(40)]
     assert [promotion.is_new(name) for name in names] == [promotion.is_new(name) for name in names]
 
 
@@ -77,7 +84,7 @@ def test_the_next_process_has_the_sessions_the_outcomes_and_the_end(tmp_path: Pa
     ends = list[str]()
     with closing(Promotion(file, "old -> new", Random(9), ends.append)) as second:
         assert second.values == values
-        assert [second.is_new(f"{session:016x}") for session in sessions] == drawn
+        assert [second.is_new(named(session)) for session in sessions] == drawn
         users(second, range(30, 400), old=1.0, new=0.0)
         assert second.stage is Stage.RETURNED
         assert ends == [second.sentence]
@@ -123,7 +130,7 @@ def test_outcomes_after_the_end_are_refused_with_its_sentence(promotion: Promoti
     with pytest.raises(ShoalError, match="returned to the old Version: its engine ended") as refused:
         promotion.report("c" * 16, 1)
     assert refused.value.http_status == 410
-    assert not any(promotion.is_new(f"{session:016x}") for session in range(50))
+    assert not any(promotion.is_new(named(session)) for session in range(50))
 
 
 def test_a_file_that_cannot_be_written_ends_the_trial_and_users_are_answered(promotion: Promotion) -> None:

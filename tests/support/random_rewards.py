@@ -38,11 +38,11 @@ def random_run(seed: int, steps: int, questions: int) -> dict[str, object]:
         assert asked != config, "the starter's reward has another form now"
         (folder / "run.toml").write_text(asked)
         settings = [f"--train.steps={steps}", f"--eval.questions={questions}", "--eval.every_steps=0", f"--seed={seed}"]
-        train = [*shoal, "train", "run.toml", "--run_dir=made", "--checkpoint.every_steps=1000", *settings]
+        train = [*shoal, "train", "run.toml", "--json", "--run_dir=made", "--checkpoint.every_steps=1000", *settings]
         done = subprocess.run(train, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"seed {seed}: {done.stderr[-2000:]}")
-        found = json.loads((folder / "made" / "result.json").read_text())
+        found = json.loads(done.stdout)
     names = ("accuracy_before", "accuracy_after", "greedy_before", "greedy_after", "reward_first", "reward_last")
     return {"seed": seed, "steps": steps, **{name: found[name] for name in names}, "improvement": found["improvement"]}
 
