@@ -8,7 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from shoal.cli import app
-from shoal.rehearsal.search import SHORT_STEPS
+from shoal.config import load
+from shoal.rehearsal.search import SHORT_STEPS, answers_of, hardware_of, searched
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "start" / "first" / "run.toml"
 GROUPS, SIZE, ANSWER, PRICE = 16, 8, 256, 3.0
@@ -72,3 +73,15 @@ def test_a_search_for_a_low_rate_finds_few_gpus_and_says_what_they_cost() -> Non
     assert split["trainer"] + split["engines"] <= 4, "a quarter of the given GPUs reaches it"
     assert found["figures"]["tokens_per_s"] >= 100
     assert found["figures"]["usd_per_hour"] == pytest.approx((split["trainer"] + split["engines"]) * PRICE)
+
+
+def test_a_rate_that_no_split_reaches_is_searched_with_more_answers_at_once() -> None:
+    settings = load(EXAMPLE, [word.removeprefix("--") for word in SETTINGS] + ["engine.max_running=8"])
+    answers = answers_of(settings, None, ANSWER, 64)
+    hardware = hardware_of(settings, "2+2", "h200", answers, PRICE)
+    wanted: dict[str, Any] = {"tokens_per_s": 1e9, "powers": (0,), "bounds": (1,)}
+    narrow = searched(settings, hardware, answers, **wanted, scales=(1,))
+    wide = searched(settings, hardware, answers, **wanted, scales=(0.5, 1, 2))
+    assert (narrow.max_running, wide.max_running) == (8, 16)
+    assert (narrow.groups_per_step, wide.split) == (GROUPS, narrow.split)
+    assert wide.figures.tokens_per_s > 1.3 * narrow.figures.tokens_per_s

@@ -4,6 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -139,9 +140,9 @@ def step_cost(config: Config, hardware: Hardware, answers: AnswerLengths) -> dic
     from shoal.rehearsal.rehearse import rehearse
 
     bound = config.asynchrony.max_staleness
-    scene = scene_of(_short(config, bound), hardware, answers)
+    scene = scene_of(_short(config, bound, config.train.groups_per_step, config.engine.max_running), hardware, answers)
     figures = figures_of(scene, rehearse(scene), hardware.count, hardware.usd_per_gpu_hour)
-    best = searched(config, hardware, answers, tokens_per_s=math.inf, powers=(0,), bounds=(bound,))
+    best = searched(config, hardware, answers, tokens_per_s=math.inf, powers=(0,), bounds=(bound,), scales=(1,))
     better = best.figures.tokens_per_s > BETTER * figures.tokens_per_s
     return {
         "generation_s": scene.sampling_s,
@@ -161,11 +162,12 @@ def step_cost(config: Config, hardware: Hardware, answers: AnswerLengths) -> dic
     }
 
 
-def _short(config: Config, bound: int) -> Config:
-    """A configuration of few steps, with another staleness bound."""
-    train = config.train.model_copy(update={"steps": SHORT_STEPS})
+def _short(config: Config, bound: int, groups: int, running: int) -> Config:
+    """A configuration of few steps, with another staleness bound, batch and concurrency."""
+    train = config.train.model_copy(update={"steps": SHORT_STEPS, "groups_per_step": groups})
     asynchrony = config.asynchrony.model_copy(update={"max_staleness": bound})
-    return config.model_copy(update={"train": train, "asynchrony": asynchrony})
+    engine = config.engine.model_copy(update={"max_running": running})
+    return config.model_copy(update={"train": train, "asynchrony": asynchrony, "engine": engine})
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,9 @@ class RehearsedSettings:
 
     split: GpuSplit
     max_staleness: int
+    groups_per_step: int
+    max_running: int
+    """Answers at once, of each engine."""
     figures: Figures
 
     def sentence(self) -> str:
@@ -181,7 +186,8 @@ class RehearsedSettings:
         split, rate = self.split, self.figures.tokens_per_s
         return (
             f"{split.trainer}+{split.engines}x{split.per_engine} GPUs, "
-            f"max_staleness {self.max_staleness}: {rate:.0f} tokens/s, {self.figures.usd_per_hour:.2f} USD/h"
+            f"max_staleness {self.max_staleness}, {self.groups_per_step} groups a step, {self.max_running} answers at "
+            f"once: {rate:.0f} tokens/s, {self.figures.usd_per_hour:.2f} USD/h"
         )
 
 
@@ -193,34 +199,47 @@ def searched(
     tokens_per_s: float,
     bounds: Sequence[int] = (0, 1, 2, 4),
     powers: Sequence[int] = (-2, -1, 0, 1, 2),
+    scales: Sequence[float] = (0.5, 1, 2),
     said: Callable[[RehearsedSettings], None] = lambda found: None,
     spot: Spot | None = None,
 ) -> RehearsedSettings:
     """The cheapest split and bound that reach a token rate; the fastest when none does.
 
     GPUs are those of `hardware` times powers of two down to a quarter and up to four times, with shares of the trainer
-    from an eighth to a half. A configuration whose sides alone are too slow is not rehearsed.
+    from an eighth to a half. Where a number of GPUs is too slow, its best split is also tried with the batch and the
+    concurrency times `scales`. A configuration whose sides alone are too slow is not rehearsed.
     """
     from shoal.rehearsal.rehearse import rehearse  # joins all parts of a run
 
     best: RehearsedSettings | None = None
     each = hardware.split.per_engine
+
+    def tried(split: GpuSplit, bound: int, groups: int, running: int) -> RehearsedSettings | None:
+        """The best so far, these settings included."""
+        short = _short(config, bound, groups, running)
+        scene = scene_of(short, replace(hardware, split=split), answers, spot=spot)
+        possible = scene.rollouts * answers.mean / scene.step_s
+        if best is not None and possible < min(tokens_per_s, best.figures.tokens_per_s):
+            return best
+        figures = figures_of(scene, rehearse(scene), split.trainer + split.engines, hardware.usd_per_gpu_hour)
+        found = RehearsedSettings(split, bound, groups, running, figures)
+        said(found)
+        return found if best is None or _is_better(found, best, tokens_per_s) else best
+
+    groups, running = config.train.groups_per_step, config.engine.max_running
     for count in (round(hardware.count * 2.0**power) for power in powers):
         for share in (0.125, 0.25, 0.375, 0.5):
             trainer = max(round(count * share), 1)
             engines = (count - trainer) // each * each
             if engines < each:
                 continue
-            split = GpuSplit(trainer, engines, each)
             for bound in bounds:
-                scene = scene_of(_short(config, bound), replace(hardware, split=split), answers, spot=spot)
-                possible = scene.rollouts * answers.mean / scene.step_s
-                if best is not None and possible < min(tokens_per_s, best.figures.tokens_per_s):
-                    continue
-                figures = figures_of(scene, rehearse(scene), trainer + engines, hardware.usd_per_gpu_hour)
-                found = RehearsedSettings(split, bound, figures)
-                said(found)
-                best = found if best is None or _is_better(found, best, tokens_per_s) else best
+                best = tried(GpuSplit(trainer, engines, each), bound, groups, running)
+        if best is not None and best.figures.tokens_per_s < tokens_per_s:
+            split, bound = best.split, best.max_staleness
+            for batch, places in product(scales, scales):
+                if (batch, places) != (1, 1):
+                    best = tried(split, bound, max(round(groups * batch), 1), max(round(running * places), 1))
         if best is not None and best.figures.tokens_per_s >= tokens_per_s:
             break  # more GPUs cost more
     if best is None:
