@@ -212,7 +212,7 @@ null_runs: $(VENV)/dev-installed
 # How soon a worse Version is back and a better one promoted, a JSON line per case; minutes.
 .PHONY: promotions
 promotions: $(VENV)/dev-installed
-	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/promotions.py 1000 $(SEED)
+	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/promotions.py 400 $(SEED)
 
 # What runs claim whose rewards are drawn by chance, a JSON line per run; an hour.
 .PHONY: random_rewards

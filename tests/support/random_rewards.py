@@ -16,8 +16,8 @@ from random import Random
 
 from shoal.types import Group, Reward
 
-STEPS = 100
-QUESTIONS = 256
+STEPS = 30
+QUESTIONS = 128
 
 
 def coin(group: Group) -> Group:
