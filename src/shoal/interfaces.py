@@ -209,10 +209,15 @@ class Purpose(StrEnum):
 class FinishedTurns(Protocol):
     """Finished turns of one rollout, by which a run that was killed goes on."""
 
-    def take(self, prompt_ids: Sequence[int]) -> Completion | None:
-        """A completion that an earlier process of the run sampled after this prompt; each is given once."""
+    def take(self, prompt_ids: Sequence[int], sampling: Sampling, ends: Sequence[object] = ()) -> Completion | None:
+        """A completion that an earlier process of the run sampled as asked; each is given once.
 
-    def keep(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+        Asked is the prompt, the sampling without its seed, and what else `ends` an answer.
+        """
+
+    def keep(
+        self, prompt_ids: Sequence[int], sampling: Sampling, completion: Completion, ends: Sequence[object] = ()
+    ) -> None:
         """Has a finished turn logged, without waiting."""
 
     def forget(self) -> None:

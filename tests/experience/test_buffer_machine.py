@@ -17,10 +17,11 @@ from shoal.experience.counts import task_counts
 from shoal.experience.log import open_log, read
 from shoal.experience.schema import RunMeta
 from shoal.experience.turns import GroupTurns
-from shoal.types import Completion, FinishReason, Group, Task
+from shoal.types import Completion, FinishReason, Group, Sampling, Task
 
 WHICH = st.integers(0, 1000)
 PROMPT = (5, 6)
+ASKED, AGAIN = Sampling(4, seed=1), Sampling(4, seed=2)
 
 
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -99,7 +100,7 @@ class BufferMachine(RuleBasedStateMachine):
     def turn(self, which, token):
         group_id = sorted(self.running)[which % len(self.running)]
         one = Completion((token,), (-0.5,), (self.served,), FinishReason.STOP)
-        self.of(group_id, lambda turns: turns.keep(PROMPT, one))
+        self.of(group_id, lambda turns: turns.keep(PROMPT, ASKED, one))
         self.turns.setdefault(group_id, []).append(one)
 
     @precondition(lambda self: self.logs.keys() - self.running.keys())
@@ -107,7 +108,7 @@ class BufferMachine(RuleBasedStateMachine):
     def turn_after_the_end_of_its_group(self, which):
         ended = sorted(self.logs.keys() - self.running.keys())
         one = Completion((1,), (-0.5,), (self.served,), FinishReason.STOP)
-        self.of(ended[which % len(ended)], lambda turns: turns.keep(PROMPT, one))
+        self.of(ended[which % len(ended)], lambda turns: turns.keep(PROMPT, ASKED, one))
 
     @precondition(lambda self: self.running)
     @rule(which=WHICH)
@@ -166,9 +167,9 @@ class BufferMachine(RuleBasedStateMachine):
         self.logs.clear()
         for name in begun:
             turns = self.do(self.turns_of(name))
-            assert turns.of(0).take(PROMPT) is turns.of(1).take((5,)) is None
-            assert [turns.of(1).take(PROMPT) for _ in self.turns[name]] == self.turns[name]
-            assert turns.of(1).take(PROMPT) is None
+            assert turns.of(0).take(PROMPT, ASKED) is turns.of(1).take((5,), ASKED) is None
+            assert [turns.of(1).take(PROMPT, AGAIN) for _ in self.turns[name]] == self.turns[name]
+            assert turns.of(1).take(PROMPT, ASKED) is None
         self.running = begun
         self.kept.clear()  # taken and never consumed: they are on offer again
         self.served = self.version

@@ -15,9 +15,10 @@ from buffer_values import group as made_group
 from buffer_values import open_buffer
 from shoal.experience.log import snapshot, usable_groups
 from shoal.experience.schema import RunMeta
-from shoal.rollout.orchestrator import Source
+from shoal.interfaces import Environment, TurnsOf
+from shoal.rollout.orchestrator import Orchestrator, Source
 from shoal.rollout.question_pool import CANDIDATES, IN_TURN, MEMORY, QuestionPool, differing
-from shoal.types import Group, Reward, Task
+from shoal.types import Completion, FinishReason, Group, Reward, Sampling, Task
 
 MANY = RunMeta(max_staleness=1, late="drop", groups_per_step=64, push_every=1)
 
@@ -156,3 +157,34 @@ def test_a_source_with_a_pool_draws_from_it_and_gives_each_question_back_when_it
 
     assert sorted(asyncio.run(main())) == [task.id for task in tasks(CANDIDATES)]
     assert not any(chosen._running.values())
+
+
+def test_a_resumed_pool_knows_the_groups_that_go_on_before_it_draws(tmp_path) -> None:
+    async def main() -> list[str]:
+        buffer, asked = open_buffer(tmp_path, MANY), list[str]()
+        would = pool(CANDIDATES).draw(1)  # the question that the resumed pool would draw first
+        before = replace(would, id=f"{would.id.rpartition('/')[0]}/0")
+        await buffer.admit("sums-0", "sums")
+        one = Completion((1,), (-0.5,), (0,), FinishReason.STOP)
+        (await buffer.turns("sums-0", before)).of(0).keep((5,), Sampling(4), one)
+        await buffer.close()
+        resumed, both = open_buffer(tmp_path, MANY, resume=True), asyncio.Event()
+
+        async def answer(task: Task, *, turns: TurnsOf | None):
+            asked.append(task.id.rpartition("/")[0])
+            if len(asked) == 2:
+                both.set()
+            await asyncio.Event().wait()
+
+        environment = Environment()
+        environment.name = "sums"
+        source = Source(environment, answer, pool=pool(CANDIDATES))
+        running = asyncio.create_task(Orchestrator([source], {"sums": 1.0}, resumed).run())
+        await both.wait()
+        running.cancel()
+        await asyncio.wait([running])
+        await resumed.close()
+        return asked
+
+    asked = asyncio.run(main())
+    assert len(set(asked)) == len(asked)

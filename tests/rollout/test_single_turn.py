@@ -70,10 +70,10 @@ class Turns:
     left: list[Completion]
     kept: list[tuple[object, ...]] = field(default_factory=list)
 
-    def take(self, prompt_ids):
+    def take(self, prompt_ids, sampling):
         return self.left.pop() if self.left and prompt_ids == (7, 8) else None
 
-    def keep(self, prompt_ids, completion):
+    def keep(self, prompt_ids, sampling, completion):
         self.kept.append((prompt_ids, completion))
 
 

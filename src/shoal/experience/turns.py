@@ -1,23 +1,22 @@
 """Finished turns of groups in flight: logged as they finish, and given again to a resumed run.
 
-Source: the fragments of GLM-5 (arXiv 2602.15763, section 4.1). A turn is found by its rollout's index and its prompt's
-tokens, so an agent that asks something else after a resume gets new answers.
+Source: the fragments of GLM-5 (arXiv 2602.15763, section 4.1). A turn is found by its rollout's index, its prompt's
+tokens and its sampling, so an agent that asks something else after a resume gets new answers.
 """
 
 import hashlib
 import sqlite3
-from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from shoal import wire
 from shoal.experience.log import BODY_BYTES
-from shoal.types import Completion, Task
+from shoal.types import Completion, Sampling, Task
 
 Key: TypeAlias = tuple[int, bytes]
-"""Index of the rollout in its group, and digest of the prompt."""
+"""Index of the rollout in its group, and digest of what was asked."""
 
 
 @dataclass(slots=True)
@@ -58,14 +57,16 @@ class RolloutTurns:
     group: GroupTurns
     rollout: int
 
-    def take(self, prompt_ids: Sequence[int]) -> Completion | None:
+    def take(self, prompt_ids: Sequence[int], sampling: Sampling, ends: Sequence[object] = ()) -> Completion | None:
         """Implements `FinishedTurns`."""
-        left = self.group.left.get((self.rollout, _digest(prompt_ids)))
+        left = self.group.left.get((self.rollout, _digest(prompt_ids, sampling, ends)))
         return left.popleft() if left else None
 
-    def keep(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+    def keep(
+        self, prompt_ids: Sequence[int], sampling: Sampling, completion: Completion, ends: Sequence[object] = ()
+    ) -> None:
         """Implements `FinishedTurns`."""
-        self.group.insert(self.rollout, _digest(prompt_ids), wire.encode(completion))
+        self.group.insert(self.rollout, _digest(prompt_ids, sampling, ends), wire.encode(completion))
 
     def forget(self) -> None:
         """Implements `FinishedTurns`."""
@@ -85,5 +86,6 @@ def read_left(connection: sqlite3.Connection, turns: GroupTurns) -> GroupTurns:
     return turns
 
 
-def _digest(prompt_ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("q", prompt_ids).tobytes(), digest_size=16).digest()
+def _digest(prompt_ids: Sequence[int], sampling: Sampling, ends: Sequence[object]) -> bytes:
+    asked = wire.encode((prompt_ids, replace(sampling, seed=None), ends))
+    return hashlib.blake2b(asked, digest_size=16).digest()

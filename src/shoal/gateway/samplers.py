@@ -83,13 +83,14 @@ class TrainedSampler:
         """Implements `AnswerSampler`."""
         if self.turns is None:
             return await self._sampled(answering, sampling, session)
-        whole = self.turns.take(answering.prompt_ids)
+        ends = ask.stops, ask.one_call
+        whole = self.turns.take(answering.prompt_ids, sampling, ends)
         if whole is not None:
             size = 4 * len(whole.token_ids)
             await self.context.computed(size, answering.text.add, whole.token_ids, last=True)
             return whole
         whole = await self._sampled(answering, sampling, session)
-        self.turns.keep(answering.prompt_ids, whole)
+        self.turns.keep(answering.prompt_ids, sampling, whole, ends)
         return whole
 
     async def _sampled(self, answering: Answering, sampling: Sampling, session: str) -> Completion:

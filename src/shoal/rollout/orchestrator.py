@@ -176,11 +176,11 @@ class Orchestrator:
         self._buffer.on_room = self._wake.set
         self._buffer.balance(self._quotas.due)
         async with asyncio.TaskGroup() as groups:
+            begun_groups, self._begun = self._begun, ()
+            for begun in begun_groups:  # before a pool draws, which must know what runs
+                groups.create_task(self._go_on(begun), name=f"group {begun.group_id}")
             for source in self._sources.values():
                 groups.create_task(self._keep_drawn(source), name=f"drawing {source.name}")
-            begun_groups, self._begun = self._begun, ()
-            for begun in begun_groups:
-                groups.create_task(self._go_on(begun), name=f"group {begun.group_id}")
             while True:
                 self._wake.clear()
                 while await self._start_one(groups):

@@ -54,12 +54,12 @@ class SingleTurn:
         seed = seed_for("rollout", self.sampling.seed or 0, task.id)
         sampling = replace(sampled_for(purpose, self.sampling), seed=seed)
         kept = [turns(i) for i in range(n)] if turns is not None else []
-        completions = [completion for one in kept if (completion := one.take(prompt_ids)) is not None]
+        completions = [completion for one in kept if (completion := one.take(prompt_ids, sampling)) is not None]
         try:
             if len(completions) < n:
                 completions = await self.completions(task, prompt_ids, sampling, n, priority_of(purpose))
                 for one, completion in zip(kept, completions, strict=False):
-                    one.keep(prompt_ids, completion)
+                    one.keep(prompt_ids, sampling, completion)
         except (RequestRefused, EngineUnavailable) as error:
             return tuple(failed(task, i, f"engine: {error}") for i in range(n))
         answers = [self.renderer.message(completion.token_ids, prompt_ids) for completion in completions]
