@@ -226,7 +226,8 @@ adversary: $(VENV)/dev-installed
 	@PYTHONPATH=src:tests/support:. $(BIN)/python tests/support/adversary.py $(SEEDS)
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
-EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing sapo sapo_real sapo_stacked
+EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing question_pool sapo \
+	sapo_real sapo_stacked
 .PHONY: $(EXPERIMENTS)
 $(EXPERIMENTS): $(VENV)/shoal-installed
 	$(BIN)/python -m experiments.$@

@@ -29,6 +29,7 @@ def experiment(name: str, results: Path, *arguments: str) -> subprocess.Complete
         ("areal_staleness", 6, "| eta | naive | decoupled | double_sided | AReaL naive | AReaL decoupled |"),
         ("async_speedup", 2, "AReaL's throughput"),
         ("interrupt", 2, "over drain"),
+        ("question_pool", 5, "rollouts saved"),
     ],
 )
 def test_an_experiment_writes_its_runs_a_table_and_a_plot(tmp_path: Path, name: str, runs: int, heading: str) -> None:

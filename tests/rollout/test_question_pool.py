@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import json
+import random
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
@@ -13,11 +15,16 @@ from hypothesis import strategies as st
 
 from buffer_values import group as made_group
 from buffer_values import open_buffer
+from shoal.config import parse
+from shoal.experience.buffer import Buffer
 from shoal.experience.log import snapshot, usable_groups
 from shoal.experience.schema import RunMeta
 from shoal.interfaces import Environment, TurnsOf
 from shoal.rollout.orchestrator import Orchestrator, Source
 from shoal.rollout.question_pool import CANDIDATES, IN_TURN, MEMORY, QuestionPool, differing
+from shoal.run.parts import question_pool
+from shoal.tasks.jsonl import JsonlService
+from shoal.tasks.sdk import environment
 from shoal.types import Completion, FinishReason, Group, Reward, Sampling, Task
 
 MANY = RunMeta(max_staleness=1, late="drop", groups_per_step=64, push_every=1)
@@ -188,3 +195,28 @@ def test_a_resumed_pool_knows_the_groups_that_go_on_before_it_draws(tmp_path) ->
 
     asked = asyncio.run(main())
     assert len(set(asked)) == len(asked)
+
+
+def test_the_pool_of_a_run_is_on_for_a_files_questions_and_off_with_the_reason_where_they_are_fresh(tmp_path) -> None:
+    rows = [{"prompt": f"What is 1 + {n}?", "answer": str(n + 1)} for n in range(20)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    file = {"name": "sums", "service": "jsonl", "path": str(tmp_path / "sums.jsonl")}
+    config = parse({"tasks": [file], "train": {"dynamic_sampling": "pool"}})
+    buffer, events = Buffer.in_memory(MANY, max_running=4), dict[str, str]()
+
+    def on_event(name: str, **details: str) -> None:
+        events[details["task"]] = f"{name}: {details['reason']}"
+
+    service = JsonlService(config.tasks[0], 0)
+    made = question_pool(service, config, buffer, on_event)
+    assert made is buffer.followers["sums"]
+    assert {made.draw(index).id.rpartition("/")[0] for index in range(200)} == {one.id for one in service.questions}
+    assert question_pool(fresh, config, buffer, on_event) is None
+    assert question_pool(service, parse({"tasks": [file]}), buffer, on_event) is None
+    assert events["sums"] == f"question_pool: chooses among {len(service.questions)} questions"
+    assert events["fresh"].startswith("question_pool: off: each question is fresh")
+
+
+@environment("fresh")
+def fresh(rng: random.Random) -> str:
+    return f"What is 1 + {rng.randrange(9)}?"
