@@ -104,8 +104,8 @@ class FinishReason(StrEnum):
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 1e-5, 1e5
 """Bounds within which logits / temperature are finite in float32; below the lower one vLLM samples greedily."""
-MOST_TOP_K = 2**31 - 1
-"""The largest 32-bit integer: engines take no larger one."""
+MOST_KEPT = 512  # largest `top_k` with which the tokens that may be sampled are recorded
+MOST_TOP_K = 2**31 - 1  # the largest 32-bit integer: engines take no larger one
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +140,11 @@ class Sampling:
         """Whether a token's logprob is that of the whole distribution at the temperature."""
         return self.temperature > 0 and self.top_p == 1 and not (self.top_k or self.min_p or self.grammar)
 
+    @property
+    def records_kept(self) -> bool:
+        """Whether `Completion.kept` is recorded: the number of tokens that may be sampled has a small bound."""
+        return self.temperature > 0 and 0 < self.top_k <= MOST_KEPT
+
     def rest(self, sampled: int, index: int = 0) -> "Sampling | None":
         """Sampling that continues completion `index` after `sampled` tokens; None when no tokens are left.
 
@@ -170,6 +175,8 @@ class Completion:
     """
     forced: tuple[int, ...] = ()
     """Indices of untrained tokens: the grammar allowed less than half of the model's probability there."""
+    kept: tuple[bytes, ...] = ()
+    """Tokens that could be sampled at each place, as uint32; empty unless `Sampling.records_kept`."""
 
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.versions):
@@ -184,14 +191,14 @@ class Completion:
 
     def then(self, more: "Completion") -> "Completion":
         """This completion continued by that of a later call."""
-        size = len(self.token_ids)
         return Completion(
             self.token_ids + more.token_ids,
             self.logprobs + more.logprobs,
             self.versions + more.versions,
             more.finish_reason,
             self.routing + more.routing[len(self.routing) :],
-            self.forced + tuple(size + index for index in more.forced),
+            self.forced + tuple(len(self.token_ids) + index for index in more.forced),
+            self.kept + more.kept,
         )
 
 
@@ -229,8 +236,7 @@ class RewardStatus(StrEnum):
     FAILED = "failed"
 
 
-EXHAUSTED = "exhausted"
-"""Name of the reward part of a checker that used up its processor time."""
+EXHAUSTED = "exhausted"  # name of the reward part of a checker that used up its processor time
 UNREAD = "the scorer could not read it: "
 """Prefix of the evidence when the scorer cannot parse an answer."""
 
@@ -377,9 +383,12 @@ class Sample:
     advantages: tuple[float, ...]  # [L]
     routing: bytes = b""
     """Experts of each token but the last, as in the row's newest completion; empty where they were not recorded."""
+    kept: tuple[bytes, ...] = ()
+    """Tokens that could be sampled at each place [L], as uint32; all at a place without any, and if it is empty."""
 
     def __post_init__(self) -> None:
-        lengths = {name: len(getattr(self, name)) for name in self.__slots__ if name != "routing"}
+        streams = [name for name in self.__slots__ if name != "routing" and (name != "kept" or self.kept)]
+        lengths = {name: len(getattr(self, name)) for name in streams}
         if len(set(lengths.values())) != 1 or not self.tokens:
             raise ValueError(f"sample streams must have one length > 0, got {lengths}")
         if self.mask[0]:

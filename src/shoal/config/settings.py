@@ -19,12 +19,11 @@ from shoal.config.section import MOST, Section
 from shoal.config.training import LOSS_OF, OWN_SETTINGS, UNUSED, DPOLoss, PositiveOnlyLoss, TrainConfig, foreign_setting
 from shoal.config.urls import NATS, checked_url
 from shoal.staleness import Late, Staleness
-from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_KEPT
 
 EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums", "demo-tools")
 """Models that come with Shoal."""
-DEFAULT_ADDRESS = "127.0.0.1:8200"
-"""Address where task services of other processes register."""
+DEFAULT_ADDRESS = "127.0.0.1:8200"  # where task services of other processes register
 QUESTIONS, FEWEST, EVAL_SHARE = 128, 8, 0.25
 """Held-out questions if `eval.questions` is unset: most, fewest, and their answers' share of the trained ones."""
 SERVED = ("params", "scorer", "eval_share", "system_prompt", "rewrite")
@@ -104,6 +103,8 @@ class RolloutConfig(Section):
     group_size: int = Field(8, ge=1, le=4096, description="Rollouts per task.")
     max_tokens: int = Field(DEFAULT_MAX_TOKENS, ge=1, description="Answer budget in tokens.")
     temperature: float = Field(1.0, ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE, description="Sampling temperature.")
+    top_k: int = Field(0, ge=0, le=MOST_KEPT, description="Most likely tokens to sample from; 0 is all.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Share of the probability to sample from, in 512 tokens at most.")
     ratios: Literal["fixed", "chance", "tokens", "automatic"] = Field(
         "fixed",
         description="Weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow "

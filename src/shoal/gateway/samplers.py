@@ -179,4 +179,5 @@ def _cut(whole: Completion, size: int, prompt: int) -> Completion:
         FinishReason.STOP,
         whole.routing[: experts * (prompt + size - 1)],
         tuple(index for index in whole.forced if index < size),
+        whole.kept[:size],
     )

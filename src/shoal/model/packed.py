@@ -20,7 +20,7 @@ from shoal.model.attention import LONGEST_BY_HAND, Scores, attended
 from shoal.model.mixers import Mixer, Run, side_by_side
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
 from shoal.model.routing import routing_of
-from shoal.model.token_logprobs import token_logprobs
+from shoal.model.token_logprobs import Kept, logprobs_among, token_logprobs
 from shoal.model.training_forward import Forward, TrainingForward
 
 FEW_POSITIONS = 256
@@ -144,8 +144,9 @@ class PackedPass:
     layout: PackedRows
     keep_U: Tensor
     """Nodes that predict."""
-    chunks: tuple[tuple[slice, Tensor, Tensor], ...]
-    """Nodes of each chunk of the head, as a part of U; which of them predicts each token, and these tokens."""
+    chunks: tuple[tuple[slice, Tensor, Tensor, Kept | None], ...]
+    """Nodes of each chunk of the head, as a part of U; which of them predicts each token, these tokens, and those that
+    could be sampled in their places."""
     back_N: Tensor | None
     """Order in which the chunks' tokens are wanted; None for theirs."""
     head_N: Tensor
@@ -161,9 +162,10 @@ def packed_pass(
     device: torch.device | str,
     *,
     chunk: int,
+    kept: Sequence[bytes] | None = None,
     few_positions: int = FEW_POSITIONS,
 ) -> PackedPass:
-    """Pass over a tree whose nodes `predicting` [N] predict `tokens` [N]; the head takes `chunk` nodes at a time."""
+    """Pass over a tree whose nodes `predicting` [N] predict `tokens` [N] of `kept` [N], `chunk` nodes at a time."""
     # One node may predict several tokens, such as the first tokens of all answers to a prompt.
     keep_U, head_N = np.unique(np.asarray(predicting, dtype=np.int64), return_inverse=True)
     order_N = np.argsort(head_N, kind="stable") if len(keep_U) > chunk else np.arange(len(head_N))
@@ -175,10 +177,11 @@ def packed_pass(
     def there(numbers: object) -> Tensor:
         return torch.tensor(numbers, dtype=torch.long).to(device, non_blocking=True)
 
-    chunks = [
-        (slice(start, start + chunk), there(head_N[order_N[first:end]] - start), there(token_N[first:end]))
-        for start, first, end in zip(starts, cuts[:-1], cuts[1:], strict=True)
-    ]
+    chunks = []
+    for start, first, end in zip(starts, cuts[:-1], cuts[1:], strict=True):
+        could = None if kept is None else Kept.of([kept[i] for i in order_N[first:end]], device)
+        part = slice(start, start + chunk)
+        chunks.append((part, there(head_N[order_N[first:end]] - start), there(token_N[first:end]), could))
     return PackedPass(
         there(tree.tokens),
         there(tree.positions),
@@ -196,12 +199,13 @@ def trained_pass(
     at: Sequence[int],
     model: Forward,
     *,
+    kept: Sequence[bytes] | None = None,
     most_logits: int = MOST_LOGITS,
     few_positions: int = FEW_POSITIONS,
 ) -> PackedPass | None:
     """Pass over rows laid end to end, for the tokens at the positions `at`; None without any.
 
-    At most `most_logits` logits of the model are kept at a time.
+    `kept` [N] is `Sample.kept` at these positions. At most `most_logits` logits of the model are kept at a time.
     """
     if not len(at):
         return None
@@ -210,7 +214,7 @@ def trained_pass(
     chunk = max(1, most_logits // _modules(model).get_input_embeddings().num_embeddings)
     predicting, wanted = [tree.node_of[i - 1] for i in at], [tokens[i] for i in at]
     device = _modules(model).device
-    return packed_pass(tree, predicting, wanted, device, chunk=chunk, few_positions=few_positions)
+    return packed_pass(tree, predicting, wanted, device, chunk=chunk, kept=kept, few_positions=few_positions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,14 +322,17 @@ def _head_outputs(
     """
     config = model.config
 
-    def outputs(part_UD: Tensor, at_N: Tensor, wanted_N: Tensor) -> tuple[Tensor, Tensor]:
+    def outputs(part_UD: Tensor, at_N: Tensor, wanted_N: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
         logits_UV = _scaled(head(part_UD), config)
+        among_N = None if kept is None else logprobs_among(logits_UV, at_N, wanted_N, kept, temperature)
         logp_N, entropy_U = token_logprobs(logits_UV, at_N, wanted_N, temperature=temperature, entropy=entropy)
+        if kept is not None and among_N is not None:
+            logp_N = torch.where(kept.some_N, among_N, logp_N)
         return logp_N, entropy_U[at_N]
 
     if made.back_N is None:
-        ((_, at_N, token_N),) = made.chunks
-        logp_N, entropy_N = outputs(hidden_UD, at_N, token_N)
+        ((_, at_N, token_N, could),) = made.chunks
+        logp_N, entropy_N = outputs(hidden_UD, at_N, token_N, could)
         return logp_N, None if entropy is None else entropy_N
     parts = [
         checkpoint(outputs, hidden_UD[of_head], *one, use_reentrant=False, preserve_rng_state=False)

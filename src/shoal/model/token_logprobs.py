@@ -4,9 +4,11 @@ Autograd's own way through a softmax makes about ten tensors of the size of the 
 block of rows that fits the caches is float32 at a time, and only the logits themselves are kept for the gradient.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -14,6 +16,41 @@ from torch.autograd.function import once_differentiable
 BLOCK_LOGITS = 1 << 18
 """Logits of one block on a CPU: 1 MiB in float32, about a core's own cache."""
 BLOCK_LOGITS_OF_GPU = 1 << 26
+MOST_NATS = 80.0
+"""Bound of a logit above that of the sampled token: its exponential is finite in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Tokens that could be sampled at N places; at a place without any all could."""
+
+    id_M: Tensor
+    at_M: Tensor
+    """Place of each of them."""
+    some_N: Tensor
+    """Whether a place has any (bool)."""
+
+    @classmethod
+    def of(cls, kept: Sequence[bytes], device: torch.device | str) -> "Kept":
+        """The tokens of each place, as in `Sample.kept`."""
+        each = [np.frombuffer(ids, np.uint32) for ids in kept]
+        count_N = torch.tensor([len(ids) for ids in each])
+        id_M = torch.from_numpy(np.concatenate(each).astype(np.int64))
+        at_M = torch.arange(len(each)).repeat_interleave(count_N)
+        id_M, at_M, some_N = (one.to(device, non_blocking=True) for one in (id_M, at_M, count_N.bool()))
+        return cls(id_M, at_M, some_N)
+
+
+def logprobs_among(logits_UV: Tensor, at_N: Tensor, token_N: Tensor, kept: Kept, temperature: float) -> Tensor:
+    """Logprobs [N] (nats, float32) of tokens among those that could be sampled in their places, themselves included.
+
+    log p = -log sum_M exp((z_M - z) / temperature), and 0 at a place without any.
+    """
+    z_N = logits_UV[at_N, token_N].float()
+    z_M = logits_UV[at_N[kept.at_M], kept.id_M].float()
+    ratio_M = ((z_M - z_N[kept.at_M]) / temperature).clamp(max=MOST_NATS).exp()
+    sum_N = torch.zeros_like(z_N).index_add(0, kept.at_M, ratio_M)
+    return -torch.where(kept.some_N, sum_N, 1.0).log()
 
 
 def token_logprobs(

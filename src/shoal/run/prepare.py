@@ -38,7 +38,7 @@ from shoal.swarm.wire.options import NatsOptions
 from shoal.tasks.library import library_of
 from shoal.tasks.mixture import Mixture
 from shoal.tasks.sdk import Definition
-from shoal.types import RewardStatus, Sampling, Split, Task
+from shoal.types import MOST_KEPT, RewardStatus, Sampling, Split, Task
 from shoal.weights.store import ADAPTER_FILE, FILE
 
 PROBED_TASKS = 64
@@ -76,7 +76,10 @@ class Prepared:
     def sampling(self) -> Sampling:
         """Sampling of the training."""
         rollout, stops = self.config.rollout, self.renderer.stop_token_ids
-        return Sampling(rollout.max_tokens, rollout.temperature, stop_token_ids=stops, seed=self.config.seed)
+        top_k = rollout.top_k or (MOST_KEPT if rollout.top_p < 1 else 0)
+        return Sampling(
+            rollout.max_tokens, rollout.temperature, rollout.top_p, top_k, stop_token_ids=stops, seed=self.config.seed
+        )
 
     @property
     def row_tokens(self) -> int:

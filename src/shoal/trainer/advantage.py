@@ -226,6 +226,7 @@ def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) 
     logprobs: list[float] = []
     versions: list[int] = []
     reinforced: list[float] = []
+    could: list[bytes] = []
     before = None
     for index in indices:
         given, sampled = prompt_ids(rollout.turns, index, before), rollout.turns[index].completion
@@ -238,9 +239,11 @@ def _row(rollout: Rollout, indices: Sequence[int], advantages: Sequence[float]) 
         logprobs += [0.0] * gap + [logp if m else 0.0 for m, logp in zip(kept, sampled.logprobs, strict=True)]
         versions += [-1] * gap + [version if m else -1 for m, version in zip(kept, sampled.versions, strict=True)]
         reinforced += [0.0] * gap + [advantages[index] if m else 0.0 for m in kept]
+        could += [b""] * gap + list(sampled.kept or [b""] * len(kept))
         before = index
     routing = rollout.turns[indices[-1]].completion.routing
-    return Sample(tuple(tokens), tuple(mask), tuple(logprobs), tuple(versions), tuple(reinforced), routing)
+    streams = tuple(tokens), tuple(mask), tuple(logprobs), tuple(versions), tuple(reinforced)
+    return Sample(*streams, routing, tuple(could) if any(could) else ())
 
 
 def mask_tokens(rows: Iterable[Sample], oldest_version: int) -> tuple[tuple[Sample, ...], int]:

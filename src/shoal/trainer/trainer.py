@@ -261,7 +261,9 @@ class Trainer(TrainedModel):
         batch = packing.micro_batch(given.rows, given.weights, self.device, idle=given.idle)
         masks = (m for row in given.rows for m in row.mask)
         rows, at = [row.tokens for row in given.rows], [i for i, m in enumerate(masks) if m]
-        made = trained_pass(rows, at, self._forward, most_logits=self._most_logits)
+        could = [one for row in given.rows for one in row.kept or (b"",) * len(row.tokens)]
+        kept = [could[i] for i in at] if any(could) else None
+        made = trained_pass(rows, at, self._forward, kept=kept, most_logits=self._most_logits)
         return replace(batch, rows=given.places, made=made)
 
     def _outputs(self, batch: MicroBatch, *, with_entropy: bool = False, model: Forward | None = None) -> TokenOutputs:

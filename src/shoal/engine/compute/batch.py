@@ -12,6 +12,7 @@ One uniform number decides each token (inverse transform), so a row samples the 
 batch.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -59,6 +60,8 @@ class SamplingRows:
         self.top_p = torch.tensor([s.top_p for s in cut], device=device)[:, None]
         self.top_k = torch.tensor([s.top_k or OFF for s in cut], device=device)[:, None]
         self.min_p = torch.tensor([s.min_p for s in cut], device=device)[:, None]
+        self.kept: list[list[int]] | None = [] if any(one.records_kept for one in cut) else None
+        """Tokens that could be sampled in each row of the newest `sample`, where wanted; none in a row of them all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,13 @@ class StepBatch:
                 draft.tops.append(top)
             rules.note(tokens[row])
 
+    def note_kept(self) -> None:
+        """Writes the tokens that could be sampled into the drafts that record them."""
+        kept = self.sampling.kept if self.sampling is not None else None
+        for draft, ids in zip(self.drafts, kept or (), strict=False):
+            if draft.sampling.records_kept:
+                draft.kept.append(array("I", ids).tobytes())
+
     def logits(self, forward: "Forward") -> Tensor:
         """Logits [K, V] of the kept rows."""
         forward.adapted = self._adapted
@@ -226,12 +236,18 @@ def sample(logits_BV: Tensor, rows: SamplingRows, uniform_B: Tensor) -> tuple[Te
     if rows.all_greedy:
         return _greedy(logits_BV)
     scaled_BV = logits_BV if rows.temperature is None else logits_BV / rows.temperature
+    kept: list[list[int]] | None = None if rows.kept is None else []
     if rows.all_truncate:
-        return _truncated(scaled_BV, rows.top_p, rows.top_k, rows.min_p, uniform_B)
+        token_B, logp_B = _truncated(scaled_BV, rows.top_p, rows.top_k, rows.min_p, uniform_B, kept=kept)
+        rows.kept = kept
+        return token_B, logp_B
     token_B, logp_B = _whole(scaled_BV, uniform_B)
     if rows.truncating_N is not None:
         n = rows.truncating_N
-        token_B[n], logp_B[n] = _truncated(scaled_BV[n], rows.top_p, rows.top_k, rows.min_p, uniform_B[n])
+        token_B[n], logp_B[n] = _truncated(scaled_BV[n], rows.top_p, rows.top_k, rows.min_p, uniform_B[n], kept=kept)
+        if kept is not None:
+            of_row = dict(zip(n.tolist(), kept, strict=True))
+            rows.kept = [of_row.get(row, []) for row in range(len(token_B))]
     if rows.greedy_B is not None:
         best_token_B, best_B = _greedy(logits_BV)
         token_B = torch.where(rows.greedy_B, best_token_B, token_B)
@@ -277,9 +293,15 @@ def _first_above(cumulative_BN: Tensor, threshold_B1: Tensor) -> Tensor:
 
 
 def _truncated(
-    scaled_BV: Tensor, top_p: Tensor, top_k: Tensor, min_p: Tensor, uniform_B: Tensor, candidates: int = CANDIDATES
+    scaled_BV: Tensor,
+    top_p: Tensor,
+    top_k: Tensor,
+    min_p: Tensor,
+    uniform_B: Tensor,
+    candidates: int = CANDIDATES,
+    kept: list[list[int]] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Samples from each row's kept tokens, found among its `candidates` most likely tokens.
+    """Samples from each row's kept tokens, found among its `candidates` most likely tokens; adds these rows to `kept`.
 
     Rows that may keep more tokens than the candidates are sampled again from the whole vocabulary. That decision
     depends on the row alone.
@@ -291,12 +313,20 @@ def _truncated(
     logp_BC = top_BC.masked_fill(~kept_BC, -torch.inf).log_softmax(-1)
     choice_B1 = _inverse_transform(logp_BC.exp(), uniform_B)
     token_B, logp_B = id_BC.gather(-1, choice_B1)[:, 0], logp_BC.gather(-1, choice_B1)[:, 0].clamp_(max=0.0)
+    if kept is not None:
+        counts = kept_BC.sum(-1).tolist()  # a prefix of each row
+        kept += [ids[:count] for ids, count in zip(id_BC[:, : max(counts)].tolist(), counts, strict=True)]
     if candidates < scaled_BV.shape[-1]:
         short_B = kept_BC[:, -1] | ((top_k > candidates) & (top_k < OFF))[:, 0]
         if bool(short_B.any()):
             p, k, m = (column.expand(len(token_B), 1)[short_B] for column in (top_p, top_k, min_p))
-            again = _truncated(scaled_BV[short_B], p, k, m, uniform_B[short_B], candidates=scaled_BV.shape[-1])
+            found: list[list[int]] | None = None if kept is None else []
+            whole = scaled_BV.shape[-1]
+            again = _truncated(scaled_BV[short_B], p, k, m, uniform_B[short_B], candidates=whole, kept=found)
             token_B[short_B], logp_B[short_B] = again
+            if kept is not None and found is not None:
+                for row, ids in zip(short_B.nonzero()[:, 0].tolist(), found, strict=True):
+                    kept[row] = ids
     return token_B, logp_B
 
 

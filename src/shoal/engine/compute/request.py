@@ -60,6 +60,8 @@ class Draft(SequenceState):
     """Rules of the answer; logprobs of an untrained answer are the model's own."""
     forced: list[int] = field(default_factory=list)
     """Indices of sampled tokens; see `Completion.forced`."""
+    kept: list[bytes] = field(default_factory=list)
+    """Tokens that could be sampled at each place; see `Completion.kept`."""
     tops: list[Top] = field(default_factory=list)
     """Most likely tokens for each sampled or scored token, where the rules ask for them."""
     versions: list[int] = field(default_factory=list)

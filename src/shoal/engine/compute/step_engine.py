@@ -279,6 +279,7 @@ class StepEngine:
         self._token_B, logp_B = sample(batch.ruled(logits_BV), batch.sampling, self._uniforms(batch))
         tokens, logprobs = self._token_B.tolist(), logp_B.tolist()
         batch.note_ruled(logits_BV, tokens, logprobs)
+        batch.note_kept()
         self._record(batch.drafts, tokens, logprobs)
 
     def _next_batch(self) -> StepBatch:

@@ -5,6 +5,7 @@ engine (`WrongAnswer`), and another engine is asked.
 """
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ LOWEST_LOGPROB = -3.4e38
 """Lower bound of float32, in which engines and trainers compute logprobs."""
 MOST_TOKENS = 2**31 - 1
 """Vocabulary of a model that does not report its size."""
+KEPT_BYTES = 4
 ROOM_LEFT = 8
 """Tokens of its context that an engine may leave unused where it ends an answer."""
 
@@ -59,6 +61,7 @@ def check_completions(answer: Sequence[Completion], asked: AskedTokens, rules: A
         positions = asked.prompt_len + len(one.token_ids) - 1
         if one.routing and (positions < 1 or len(one.routing) % positions):
             raise _wrong("routing", f"a multiple of {positions} bytes", len(one.routing))
+        _check_kept(one, asked.sampling, rules)
 
 
 def _check_tokens(one: Completion, asked: AskedTokens, rules: AnswerRules) -> None:
@@ -70,6 +73,19 @@ def _check_tokens(one: Completion, asked: AskedTokens, rules: AnswerRules) -> No
         raise _wrong("weight_versions", f"Versions from {asked.oldest} to {rules.newest}", unknown[0])
     if min(one.logprobs, default=0.0) < LOWEST_LOGPROB:
         raise _wrong("logprobs", f"at least {LOWEST_LOGPROB:g} nats", min(one.logprobs))
+
+
+def _check_kept(one: Completion, sampling: Sampling, rules: AnswerRules) -> None:
+    """Checks the tokens that could be sampled: with other ones, training would have other probabilities."""
+    places = len(one.token_ids) if sampling.records_kept else 0
+    if len(one.kept) != places:
+        raise _wrong("kept", f"the tokens that could be sampled at {places} places", len(one.kept))
+    for token, kept in zip(one.token_ids, one.kept, strict=False):
+        if len(kept) % KEPT_BYTES or not KEPT_BYTES <= len(kept) <= KEPT_BYTES * sampling.top_k:
+            raise _wrong("kept", f"1 to {sampling.top_k} numbers of {KEPT_BYTES} bytes", f"{len(kept)} bytes")
+        ids = set(array("I", kept))
+        if token not in ids or len(ids) < len(kept) // KEPT_BYTES or max(ids) >= rules.vocab_size:
+            raise _wrong("kept", f"different tokens below {rules.vocab_size} with {token} among them", sorted(ids)[:8])
 
 
 def _check_end(one: Completion, asked: AskedTokens) -> None:

@@ -163,4 +163,5 @@ def _completion(choice: protocol.GeneratedChoice) -> Completion:
         FinishReason(choice.finish_reason),
         b64decode(choice.routing),
         tuple(choice.forced),
+        tuple(choice.kept),
     )

@@ -92,6 +92,8 @@ class GeneratedChoice(msgspec.Struct):
     """`Completion.routing` in base64; empty unless the engine records it."""
     forced: list[int] = []
     """`Completion.forced`."""
+    kept: list[bytes] = []
+    """`Completion.kept`, each in base64."""
 
 
 class GenerateResponse(msgspec.Struct):
@@ -199,4 +201,5 @@ def choice_of(index: int, one: Completion) -> GeneratedChoice:
     rows = zip(one.token_ids, one.logprobs, strict=True)
     sampled = Logprobs([TokenLogprob(token, logprob, f"token_id:{token}") for token, logprob in rows])
     routing = b64encode(one.routing).decode()
-    return GeneratedChoice(index, list(one.token_ids), one.finish_reason, sampled, spans, routing, list(one.forced))
+    ids, forced, kept = list(one.token_ids), list(one.forced), list(one.kept)
+    return GeneratedChoice(index, ids, one.finish_reason, sampled, spans, routing, forced, kept)

@@ -292,5 +292,5 @@ def _choice(draft: Draft) -> protocol.GeneratedChoice:
     """Response choice of a finished completion."""
     assert draft.finish_reason is not None
     streams = tuple(draft.sampled), tuple(draft.logprobs), tuple(draft.versions)
-    routing, forced = draft.recorded_routing(), tuple(draft.forced)
-    return protocol.choice_of(draft.index, Completion(*streams, draft.finish_reason, routing, forced))
+    routing, forced, kept = draft.recorded_routing(), tuple(draft.forced), tuple(draft.kept)
+    return protocol.choice_of(draft.index, Completion(*streams, draft.finish_reason, routing, forced, kept))
