@@ -155,8 +155,9 @@ gateway.server:Gateway._generate
     gateway.sessions:Session._begin
       gateway.sessions:Session._generate
         gateway.samplers:TrainedSampler.completion
-          engine.pool.engine_pool:EnginePool.generate
-          gateway.answer_text:AnswerText.add
+          gateway.samplers:TrainedSampler._sampled
+            engine.pool.engine_pool:EnginePool.generate
+            gateway.answer_text:AnswerText.add
         gateway.token_tree:TokenTree.commit
   gateway.completions:chat_body @ Reply
   gateway.server:_deliver

@@ -57,6 +57,10 @@ class RolloutSettings(TypedDict, total=False):
     """Answer budget in tokens."""
     temperature: float
     """Sampling temperature."""
+    top_k: int
+    """Most likely tokens to sample from; 0 is all."""
+    top_p: float
+    """Share of the probability to sample from, in 512 tokens at most."""
     ratios: Literal["fixed", "chance", "tokens", "automatic"]
     """Weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups."""
 
@@ -322,6 +326,10 @@ class Settings(TrainSettings, total=False):
     """Answer budget in tokens."""
     temperature: float
     """Sampling temperature."""
+    top_k: int
+    """Most likely tokens to sample from; 0 is all."""
+    top_p: float
+    """Share of the probability to sample from, in 512 tokens at most."""
     ratios: Literal["fixed", "chance", "tokens", "automatic"]
     """Weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups."""
     count: int
