@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from engine_server import threaded
+from sglang_contract import contract
 from shoal.experience.audit import audit
 from shoal.experience.log import read, read_step
 from train_runs import start
@@ -16,7 +18,8 @@ SYNCHRONOUS = ("--asynchrony.max_staleness=0", "--train.steps=3")
 def test_a_run_trains_among_the_tokens_that_it_sampled_from(loss: str, tmp_path: Path, tiny_model_dir: Path) -> None:
     """Under the weights that sampled, each token has the probability that it was sampled with."""
     (tmp_path / "odd.py").write_text(
-        "def odd(prompts, completions, **columns):\n    return [sum(one[0]['content'].encode()) % 2 for one in completions]\n"
+        "def odd(prompts, completions, **columns):\n"
+        "    return [sum(map(ord, one[0]['content'])) % 2 for one in completions]\n"
     )
     scorer = '--tasks.0.scorer={name = "function", path = "odd.py:odd"}'
     settings = (scorer, "--rollout.top_k=3", "--rollout.top_p=0.9", f"--train.loss={loss}")
@@ -35,3 +38,11 @@ def test_a_run_trains_among_the_tokens_that_it_sampled_from(loss: str, tmp_path:
     kept = [len(ids) // 4 for group in groups for one in group.rollouts for ids in one.turns[0].completion.kept]
     assert kept
     assert set(kept) <= {1, 2, 3}
+
+
+def test_a_server_that_does_not_say_what_it_could_sample_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+    with threaded(tiny_model_dir) as engine, contract(engine.url) as (url, _):
+        process = start(tmp_path, tiny_model_dir, f'--engine.urls=["{url}"]', "--rollout.top_p=0.9")
+        _, err = process.communicate(timeout=200)
+    assert process.returncode == 2
+    assert "its server does not report which tokens could be sampled" in err

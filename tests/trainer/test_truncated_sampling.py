@@ -174,10 +174,11 @@ def test_a_row_has_the_kept_tokens_of_its_sampled_ones_and_none_elsewhere() -> N
 def test_an_answer_whose_kept_tokens_cannot_be_is_a_fault_of_its_engine(kept: tuple[bytes, ...]) -> None:
     asked = AskedTokens(3, Sampling(1, top_k=3), 1, 0, 100)
     right = Completion((5,), (-0.5,), (0,), FinishReason.LENGTH, kept=(array("I", [6, 5]).tobytes(),))
-    check_completions([right], asked, AnswerRules(vocab_size=50))
+    rules = AnswerRules(vocab_size=50, kept=True)
+    check_completions([right], asked, rules)
     wrong = Completion((5,), (-0.5,), (0,), FinishReason.LENGTH, kept=kept)
     with pytest.raises(WrongAnswer, match="kept: expected"):
-        check_completions([wrong], asked, AnswerRules(vocab_size=50))
+        check_completions([wrong], asked, rules)
 
 
 def test_a_continued_answer_keeps_what_both_of_its_parts_could_sample() -> None:

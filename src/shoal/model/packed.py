@@ -145,8 +145,8 @@ class PackedPass:
     keep_U: Tensor
     """Nodes that predict."""
     chunks: tuple[tuple[slice, Tensor, Tensor, Kept | None], ...]
-    """Nodes of each chunk of the head, as a part of U; which of them predicts each token, these tokens, and what could be
-    sampled instead."""
+    """Nodes of each chunk of the head, as a part of U; the predicting one and the id of each token; what could be
+    sampled."""
     back_N: Tensor | None
     """Order in which the chunks' tokens are wanted; None for theirs."""
     head_N: Tensor

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 from shoal.cluster.registry import EngineRole
 from shoal.engine.external.detect_server import connect
+from shoal.engine.external.external_server import ForeignEngine
 from shoal.engine.pool.answers import MOST_TOKENS, AnswerRules
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.engine.pool.routing import WAVE_SHARE
@@ -142,6 +143,12 @@ class RunEngines:
                     sampling=sampling,
                     adapters=settings.adapters,
                 )
+                if sampling.records_kept and isinstance(engine, ForeignEngine):
+                    await engine.aclose()
+                    raise ConfigError(
+                        "its server does not report which tokens could be sampled, and training has to know: set "
+                        "rollout.top_p = 1 and rollout.top_k = 0, or use Shoal's own engine"
+                    )
                 await self.pool.join(url, engine)
                 return
             except EngineUnavailable as error:
@@ -179,7 +186,7 @@ async def engines(
     """
     config, model_dir = prepared.config, prepared.model_dir
     engine, replays = config.engine, config.train.router_replay
-    rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays)
+    rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays, prepared.sampling.records_kept)
     at_once = WAVE_SHARE if config.asynchrony.max_staleness else 1.0  # without staleness no engine samples meanwhile
     pool = EnginePool(initial=model_dir, recovered=recovered, rules=rules, on_event=on_event, at_once=at_once)
     kept, first = RunEngines(prepared, pool, on_event, ask_again_s), asyncio.Event()

@@ -107,12 +107,10 @@ class ForeignEngine:
 
         Raises `ConfigError` when its logprobs are not those of the sampling distribution.
         """
-        if sampling.records_kept:
-            raise ConfigError(
-                f"rollout.top_p, rollout.top_k: {self.abilities.server} does not report which tokens could be sampled, "
-                f"and training has to know; set them to 1 and 0, or use Shoal's own engine (no engine.urls)"
-            )
-        checks = {"temperature": (Sampling(1, temperature=0.01), sampling.temperature not in (0.0, 1.0))}
+        checks = {
+            "temperature": (Sampling(1, temperature=0.01), sampling.temperature not in (0.0, 1.0)),
+            "top_k": (Sampling(1, top_k=1), sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0),
+        }
         reports_versions = True
         for name, (probe, needed) in checks.items():
             for prompt in PROBES:
@@ -125,7 +123,7 @@ class ForeignEngine:
                     raise ConfigError(
                         f"engine.urls: the logprobs of {self.abilities.server} leave {name} out, so they are not those "
                         f"that tokens are sampled with; start vLLM with --logprobs-mode processed_logprobs, or sample "
-                        f"with temperature = 1"
+                        f"with temperature = 1, top_p = 1, top_k = 0, min_p = 0"
                     )
         return reports_versions
 

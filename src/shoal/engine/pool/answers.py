@@ -31,6 +31,8 @@ class AnswerRules:
     vocab_size: int = MOST_TOKENS
     routing: bool = True
     """Whether answers may carry the experts of their tokens."""
+    kept: bool = False
+    """Whether answers must have the tokens that could be sampled, where these are few."""
     newest: int = MOST_INTEGER
     """Newest Version that may sample a token."""
 
@@ -61,7 +63,8 @@ def check_completions(answer: Sequence[Completion], asked: AskedTokens, rules: A
         positions = asked.prompt_len + len(one.token_ids) - 1
         if one.routing and (positions < 1 or len(one.routing) % positions):
             raise _wrong("routing", f"a multiple of {positions} bytes", len(one.routing))
-        _check_kept(one, asked.sampling, rules)
+        if rules.kept or one.kept:
+            _check_kept(one, asked.sampling, rules)
 
 
 def _check_tokens(one: Completion, asked: AskedTokens, rules: AnswerRules) -> None:
