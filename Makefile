@@ -212,12 +212,12 @@ null_runs: $(VENV)/dev-installed
 # How soon a worse Version is back and a better one promoted, a JSON line per case; minutes.
 .PHONY: promotions
 promotions: $(VENV)/dev-installed
-	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/promotions.py 400 $(SEED)
+	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/promotions.py 300 $(SEED)
 
 # What runs claim whose rewards are drawn by chance, a JSON line per run; an hour.
 .PHONY: random_rewards
 random_rewards: $(VENV)/dev-installed
-	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/random_rewards.py 40 $(SEED)
+	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/random_rewards.py 20 $(SEED)
 
 # Attacks of peers on the real node under a virtual clock, a JSON line each; SEEDS lists the seeds.
 SEEDS ?= 0 1 2
