@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from shoal.engine.compute.batch import SamplingRows, sample
+from shoal.engine.compute.options import EngineLimits, OnUpdate
+from shoal.engine.compute.request import Request
+from shoal.engine.compute.step_engine import StepEngine
 from shoal.engine.pool.answers import AnswerRules, AskedTokens, check_completions
 from shoal.errors import WrongAnswer
 from shoal.model.loading import load_model
@@ -76,6 +79,30 @@ def test_rows_that_keep_more_tokens_than_the_engine_compares_at_first_are_record
     assert [set(ids) for ids in drawn.kept[:2]] == [set(ids) for ids in expected]
     assert drawn.kept[2] == []
     assert 256 < len(drawn.kept[3]) <= 512
+
+
+def test_an_engine_records_one_set_for_each_token_of_each_truncated_answer_in_any_batch(tiny_model_dir: Path) -> None:
+    limits = EngineLimits(max_model_len=64, max_running=4, chunk_tokens=16)
+    served = StepEngine(load_model(tiny_model_dir), limits, on_update=OnUpdate.RECOMPUTE, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="float32")
+    settings = [Sampling(9, 0.7, 0.9, 4), Sampling(12), Sampling(7, top_k=3), Sampling(5, 0.0), Sampling(6, top_p=0.5)]
+    requests = [Request([3 + i, 4, 5, 6, 7], sampling, n=1 + i % 3) for i, sampling in enumerate(settings)]
+    for request in requests:
+        served.submit(request)
+        served.step()
+    while not served.idle:
+        served.step()
+    for draft in (draft for request in requests for draft in request.drafts):
+        assert len(draft.kept) == (len(draft.sampled) if draft.sampling.records_kept else 0)
+        tokens = torch.tensor([[*draft.prompt_ids, *draft.sampled]])
+        logits_LV = model(tokens).logits[0, len(draft.prompt_ids) - 1 :]
+        for place, ids in enumerate(draft.kept):
+            logits = logits_LV[place].tolist()
+            assert set(array("I", ids)) == set(kept_by_definition(logits, draft.sampling))
+            expected = logprob_by_definition(
+                logits, draft.sampled[place], list(array("I", ids)), draft.sampling.temperature
+            )
+            assert draft.logprobs[place] == pytest.approx(expected, abs=1e-4)
 
 
 def gradient(logp_N: Tensor, logits_UV: Tensor) -> Tensor:

@@ -176,7 +176,7 @@ class StepBatch:
         """Writes the tokens that could be sampled into the drafts that record them."""
         kept = self.sampling.kept if self.sampling is not None else None
         for draft, ids in zip(self.drafts, kept or (), strict=False):
-            if draft.sampling.records_kept:
+            if draft.sampling.records_kept and draft.max_sampled:
                 draft.kept.append(array("I", ids).tobytes())
 
     def logits(self, forward: "Forward") -> Tensor:
