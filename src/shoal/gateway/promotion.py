@@ -1,13 +1,14 @@
 """Promotion of a new Version to the users of a model server, and its return when it is worse.
 
-A share of the sessions goes to the new Version, and the application reports how a session went, from 0 to 1. An outcome
-of the new Version less the mean of those of the old one since the last is a value of the confidence sequence of
-`shoal compare`. The share grows with these values, to all once the new Version is surely better; a Version
+A share of the sessions goes to the new Version, and the application reports how a session went, from 0 to 1. Of
+each `SET` outcomes in a row, the mean of the new Version's less that of the old one's is a value of the confidence
+sequence of `shoal compare`. The share grows with these values, to all once the new Version is surely better; a Version
 that is surely worse gets none.
 """
 
 import re
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -39,11 +40,13 @@ OPEN_TIMEOUT_S = 1.0
 _NAME = re.compile(r"(?:^|[-_])([0-9a-f]{16})(?:-\d+)?$")  # at the end of the ids of all dialects
 ERROR = 0.05
 """Probability that a Version that is not better is ever promoted, and that one that is not worse is ever returned."""
+SET = 4
+"""Outcomes of sessions drawn with equal chances that give a value, if both Versions are among them."""
 BLOCKS = ((8, 2), (4, 4), (0, 8))
-"""Values from which on one of so many sessions is of the new Version."""
+"""Values from which on one of so many sessions is of the new Version, by chance."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
-  pair TEXT, name TEXT, is_new INTEGER, outcome REAL, place INTEGER, PRIMARY KEY (pair, name)
+  pair TEXT, name TEXT, is_new INTEGER, block INTEGER, outcome REAL, place INTEGER, PRIMARY KEY (pair, name)
 ) WITHOUT ROWID;
 """
 
@@ -68,8 +71,9 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Promotion:
     """Trial of a new Version: while it lasts, a session is answered by either the old or the new one.
 
-    Which one is drawn before the session's first answer: of each block of sessions one is of the new Version. If the
-    Versions are equal, each value has mean 0 given those before it, so that each bound is wrong with `ERROR`.
+    Which one is drawn before the session's first answer. If the Versions are equal, the outcomes of a set could belong
+    to the Versions in any order, so a value has mean 0 given those before it, whenever outcomes come and for whichever
+    sessions. So each bound is wrong with `ERROR`.
 
     Invariant: a session is on the disk before its first token is sampled, and an outcome before it is acknowledged. The
     next process finds the same values, and so the same stage.
@@ -84,9 +88,8 @@ class Promotion:
         self.stage = Stage.TRIAL
         self._bounds = MeanBounds(2 * ERROR)
         self._lost = ""
-        self._waiting: tuple[list[float], list[float]] = [], []  # outcomes of each Version without a value
+        self._sets: defaultdict[int, list[tuple[bool, float]]] = defaultdict(list)  # unfinished, by block
         self._sums, self._counts = [0.0, 0.0], [0, 0]
-        self._left, self._is_due = 0, False  # sessions of the block, and whether it still needs the new Version
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None, timeout=OPEN_TIMEOUT_S)
@@ -99,10 +102,10 @@ class Promotion:
 
     def _restore(self) -> None:
         rows = self._db.execute(
-            "SELECT is_new, outcome FROM sessions WHERE pair = ? AND place > 0 ORDER BY place", (self._pair,)
+            "SELECT is_new, block, outcome FROM sessions WHERE pair = ? AND place > 0 ORDER BY place", (self._pair,)
         )
-        for is_new, outcome in rows.fetchall():
-            self._take(bool(is_new), outcome)
+        for is_new, block, outcome in rows.fetchall():
+            self._take(bool(is_new), block, outcome)
 
     def close(self) -> None:
         """Closes the file."""
@@ -132,11 +135,9 @@ class Promotion:
         known = "SELECT is_new FROM sessions WHERE pair = ? AND name = ?"
         if (row := self._db.execute(known, (self._pair, name)).fetchone()) is not None:
             return bool(row[0])
-        if not self._left:
-            self._left, self._is_due = self._block, True
-        is_new = self._is_due and self._rng.randrange(self._left) == 0
-        self._db.execute("INSERT INTO sessions VALUES (?, ?, ?, NULL, 0)", (self._pair, name, is_new))
-        self._left, self._is_due = self._left - 1, self._is_due and not is_new
+        block = self._block
+        is_new = self._rng.randrange(block) == 0
+        self._db.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, NULL, 0)", (self._pair, name, is_new, block))
         return is_new
 
     def report(self, id_: str, outcome: float) -> None:
@@ -152,11 +153,12 @@ class Promotion:
         found = _NAME.search(id_)
         key = self._pair, found[1] if found else ""
         try:
-            row = self._db.execute("SELECT is_new, place FROM sessions WHERE pair = ? AND name = ?", key).fetchone()
+            known = "SELECT is_new, block, place FROM sessions WHERE pair = ? AND name = ?"
+            row = self._db.execute(known, key).fetchone()
             if row is None:
                 why = f"id: expected the id of an answer or session of this trial, got {id_[:MOST_SHOWN]!r}"
                 raise Refused(HTTPStatus.NOT_FOUND, why)
-            is_new, place = row
+            is_new, block, place = row
             if place:
                 raise Refused(HTTPStatus.CONFLICT, f"id: expected one outcome per session, {key[1]} has one")
             place = sum(self._counts) + 1
@@ -166,19 +168,20 @@ class Promotion:
             raise Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE, f"outcome: it cannot be written, try again: {error}"
             ) from error
-        self._take(bool(is_new), outcome)
+        self._take(bool(is_new), block, outcome)
         if self.stage is not Stage.TRIAL:
             self._on_end(self.sentence)
 
-    def _take(self, is_new: bool, outcome: float) -> None:
+    def _take(self, is_new: bool, block: int, outcome: float) -> None:
         self._sums[is_new] += outcome
         self._counts[is_new] += 1
-        self._waiting[is_new].append(outcome)
-        old, new = self._waiting
+        self._sets[block].append((is_new, outcome))
+        if len(self._sets[block]) < SET:
+            return
+        whole = self._sets.pop(block)
+        old, new = ([one for is_new, one in whole if is_new == which] for which in (False, True))
         if old and new and self.stage is Stage.TRIAL:
-            used = old[: self._block - 1]
-            self._bounds.add(new.pop(0) - fmean(used))
-            del old[: len(used)]
+            self._bounds.add(fmean(new) - fmean(old))
             if self._bounds.low > 0:
                 self.stage = Stage.PROMOTED
             elif self._bounds.high < 0:
