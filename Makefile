@@ -214,6 +214,11 @@ null_runs: $(VENV)/dev-installed
 promotions: $(VENV)/dev-installed
 	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/promotions.py 300 $(SEED)
 
+# Whether forecasts of 200 cheap runs hold, a JSON line per run and one of the coverage; minutes.
+.PHONY: cheap_runs
+cheap_runs: $(VENV)/dev-installed
+	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/cheap_runs.py 200 $(SEED)
+
 # What runs claim whose rewards are drawn by chance, a JSON line per run; an hour.
 .PHONY: random_rewards
 random_rewards: $(VENV)/dev-installed

@@ -14,7 +14,7 @@ from shoal.cli import judge as judge_commands
 from shoal.cli import past, rehearsal, services, workspace
 from shoal.cli import runs as run_commands
 from shoal.cli import swarm as swarm_commands
-from shoal.cli.arguments import HELP, Misuse, WithSettings, misuse
+from shoal.cli.arguments import HELP, GoalOption, Misuse, WithSettings, misuse
 from shoal.cli.output import (
     JsonFlag,
     ViewFlag,
@@ -291,13 +291,13 @@ def audit(run: RunArgument, json_: JsonFlag = False) -> None:
 
 
 @app.command(rich_help_panel=LOOK)
-def status(run: RunArgument, json_: JsonFlag = False) -> None:
+def status(run: RunArgument, goal: GoalOption = None, json_: JsonFlag = False) -> None:
     """Show each task's groups: running, waiting, trained, failed or dropped, with reasons."""
-    from shoal.observe.status import status as status_of
-    from shoal.observe.status import status_lines
+    from shoal.observe import status as of_run
 
-    values = status_of(run)
-    print(json.dumps(values) if json_ else "\n".join(status_lines(values)))
+    values = of_run.status(run, goal)
+    print(json.dumps(values) if json_ else "\n".join(of_run.status_lines(values)))
+    raise typer.Exit(int(of_run.is_doubted(values)))
 
 
 @app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)

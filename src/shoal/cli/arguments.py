@@ -6,7 +6,7 @@ What typer's parser refuses is answered in one sentence.
 import difflib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperOption
@@ -14,6 +14,9 @@ from typer.core import TyperCommand, TyperOption
 from shoal.errors import ConfigError, expected_one_of
 
 HELP = "Any setting can be given, as --train.lr=1e-4 or --train.lr 1e-4; docs/reference/configuration.md lists them."
+GoalOption = Annotated[
+    float | None, typer.Option(min=0, max=1, help="Accuracy: exit code 1 when the run will not get there (98%).")
+]
 
 
 class WithSettings(TyperCommand):

@@ -7,8 +7,9 @@ from typing import Any
 from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
+from shoal.observe.forecast import LEAST, forecast
 from shoal.observe.metrics import WARNINGS
-from shoal.observe.runs import RunRecords, mean, read_run
+from shoal.observe.runs import RunRecords, column, mean, read_run
 
 MOST_WARNINGS = 8
 LATELY = 20
@@ -16,8 +17,11 @@ LATELY = 20
 RUN_NUMBERS = ("reward", "tokens_per_s", "staleness_mean", "engine_busy", "trainer_busy")
 
 
-def status(run_dir: Path) -> dict[str, Any]:
-    """State of the run and, under `tasks`, of each task's groups. Raises `RunDirError`."""
+def status(run_dir: Path, goal: float | None = None) -> dict[str, Any]:
+    """State of the run and, under `tasks`, of each task's groups. Raises `RunDirError`.
+
+    With a `goal`, an accuracy, `forecast` tells whether the run will get there; None without enough evaluations.
+    """
     if not (run_dir / FILE).is_file():
         raise RunDirError(f"{run_dir}: expected a run directory with {FILE}, found none")
     run = read_run(run_dir)
@@ -46,7 +50,26 @@ def status(run_dir: Path) -> dict[str, Any]:
         "warnings": warnings_of(run),
         "ratio_changes": [event for event in run.events if event.get("name") == "ratio"],
         "tasks": tasks,
+        **({} if goal is None else {"forecast": _forecast(run, goal)}),
     }
+
+
+def is_doubted(values: dict[str, Any]) -> bool:
+    """Whether a status says that the run will not get to its goal."""
+    return bool(values.get("forecast")) and not values["forecast"]["gets_there"]
+
+
+def _forecast(run: RunRecords, goal: float) -> dict[str, Any] | None:
+    rows = zip(*(column(run.evals, name) for name in ("step", "sampled", "questions")), strict=True)
+    known = [row for row in rows if not isnan(sum(row))]
+    if run.config is None or not known:
+        return None
+    steps, accuracies, questions = zip(*known, strict=True)
+    found = forecast(steps, accuracies, min(questions), run.config.train.steps)
+    if found is None:
+        return None
+    said = {"gets_there": found.gets_there(goal), "sentence": found.sentence(goal)}
+    return {"goal": goal, "chance": found.chance(goal), "bounds": found.bounds, **said}
 
 
 def status_lines(values: dict[str, Any]) -> list[str]:
@@ -59,6 +82,13 @@ def status_lines(values: dict[str, Any]) -> list[str]:
         f"busy: engine {_number(values['engine_busy'])}, trainer {_number(values['trainer_busy'])}"
     ]
     lines += [f"warning: {warning}" for warning in values["warnings"]]
+    if "forecast" in values:
+        found = values["forecast"]
+        lines.append(
+            found["sentence"]
+            if found
+            else f"no forecast: it needs {LEAST} held-out evaluations, and a quarter of the steps"
+        )
     width = max((len(name) for name in tasks), default=0)
     for name, task in tasks.items():
         lines.append(
