@@ -25,7 +25,7 @@ from shoal.rollout.question_pool import CANDIDATES, IN_TURN, MEMORY, QuestionPoo
 from shoal.run.parts import question_pool
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.sdk import environment
-from shoal.types import Completion, FinishReason, Group, Reward, Sampling, Task
+from shoal.types import Completion, FinishReason, Group, Message, Reward, Role, Sampling, Task
 
 MANY = RunMeta(max_staleness=1, late="drop", groups_per_step=64, push_every=1)
 
@@ -164,6 +164,15 @@ def test_a_source_with_a_pool_draws_from_it_and_gives_each_question_back_when_it
 
     assert sorted(asyncio.run(main())) == [task.id for task in tasks(CANDIDATES)]
     assert not any(chosen._running.values())
+
+
+def test_answers_to_another_files_question_of_the_same_number_tell_nothing() -> None:
+    chosen, task = pool(2), replace(tasks(2)[1], id="sums/1/0")
+    for other in (replace(task, answer="5"), replace(task, messages=(Message(Role.USER, "?"),))):
+        chosen.answered(answered(other, [1.0] * 8))
+    assert chosen.counts()["unknown"] == 2
+    chosen.answered(answered(task, [1.0] * 8))
+    assert chosen.counts()["easy"] == 1
 
 
 def test_a_resumed_pool_knows_the_groups_that_go_on_before_it_draws(tmp_path) -> None:

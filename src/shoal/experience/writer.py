@@ -50,8 +50,8 @@ class LogWriter:
     The writer waits for another program's lock on the log without end; `on_locked` receives its begin (True) and end
     (False).
 
-    The queue holds at most a few writes per running group, so the admission gate bounds it. With `threaded=False`
-    each write happens at once on the caller's thread, which a virtual clock needs.
+    The queue holds at most the turns of running groups and a few writes per group, so the admission gate bounds it.
+    With `threaded=False` each write happens at once on the caller's thread, which a virtual clock needs.
     """
 
     def __init__(self, log: LockedLog, *, on_failure: Callable[[Exception], None], threaded: bool = True) -> None:

@@ -121,7 +121,10 @@ class QuestionPool:
         return dict(found)
 
     def _number(self, task: Task) -> int | None:
-        return self._numbers.get(task.id.rpartition("/")[0])
+        """Place of a task's question; None for that of another file, which may have the same number there."""
+        number = self._numbers.get(task.id.rpartition("/")[0])
+        own = None if number is None else self._tasks[number]
+        return number if own and (own.messages, own.answer) == (task.messages, task.answer) else None
 
     def _chosen(self, index: int) -> int:
         """The question whose turn it is, or the most promising of the next candidates."""
