@@ -155,6 +155,24 @@ def test_the_keyboard_alone_leads_to_a_group_with_truth_parts_and_evidence_and_t
     asyncio.run(check())
 
 
+def test_arrow_keys_on_the_slider_go_from_step_to_step(tmp_path: Path) -> None:
+    async def check() -> None:
+        run_dir = await made(tmp_path / "run", 4)
+        async with seen(run_dir) as (page, url):
+            await found(page, url, "/rollouts?step=2", "document.querySelector('td a') !== null")
+            await page.tab_to("at.id == 'steps'")
+            for step in (3, 4):
+                await page.press("ArrowRight")
+                there = f"new URL(location).searchParams.get('step') == '{step}' && document.readyState == 'complete'"
+                await page.until(f"{there} && document.activeElement.id == 'steps'")
+            assert "shoal why run --step 4" in await page.value("document.body.textContent")
+            cells = await page.value("[...document.querySelectorAll('td:nth-child(6)')].map(one => one.textContent)")
+            assert cells
+            assert set(cells) == {"4"}
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("path", ["/group?seq=1#answer-3", "/question?id=held-out-0"])
 @pytest.mark.parametrize("width", [1440, 390])
 def test_the_question_stays_in_sight_beside_each_answer(tmp_path: Path, width: int, path: str) -> None:

@@ -1,8 +1,8 @@
-"""`shoal replay`, `whatif` and `why`: compute a run again from its log. Steps count from 1."""
+"""`shoal replay`, `whatif`, `why` and `bisect`: compute a run again from its log. Steps count from 1."""
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -82,8 +82,37 @@ def why(
     show_table([HEADS, *(one.row for one in found.groups)])
 
 
+def bisect(
+    run: RunArgument,
+    bad: Annotated[int, typer.Option(min=1, help="A step by whose end the run is damaged.")],
+    good: Annotated[int, typer.Option(min=0, help="An earlier step that is not; 0 is the start.")] = 0,
+    metric: Annotated[
+        Literal["heldout", "reward"],
+        typer.Option(help="Logprob of right held-out answers, or reward expected among logged held-out answers."),
+    ] = "heldout",
+    json_: JsonFlag = False,
+) -> None:
+    """Find the step, its groups and their tokens whose removal removes a damage."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands import bisect as bisection
+    from shoal.run.commands.replay import GROUP_HEADS
+
+    def show(line: str) -> None:
+        if not json_:
+            print(line, flush=True)
+
+    found = run_blocking(bisection.bisect(run, good - 1, bad - 1, bisection.Metric(metric), show))
+    if json_:
+        print(json.dumps(found.values))
+        return
+    print(found.sentence)
+    if found.tokens:
+        show_table([(*GROUP_HEADS, "tokens"), *found.rows])
+
+
 def add_to(app: typer.Typer, panel: str) -> None:
     """Adds these commands to a panel of the command line's help."""
     app.command(rich_help_panel=panel)(replay)
     app.command(cls=WithSettings, epilog=HELP, rich_help_panel=panel)(whatif)
     app.command(rich_help_panel=panel)(why)
+    app.command(rich_help_panel=panel)(bisect)

@@ -229,10 +229,14 @@ class Steps:
         return await self.trainer.step(list(rows.of_group.values()), version, since_push, tokens_file=tokens_file)
 
     async def repeat(
-        self, record: StepRecord, groups: Sequence[Group], tokens_file: TokensFile | None = None
+        self,
+        record: StepRecord,
+        groups: Sequence[Group],
+        tokens_file: TokensFile | None = None,
+        change: Callable[[StepRows], StepRows] = lambda rows: rows,
     ) -> StepStats:
-        """Takes a recorded step again; the caller then writes its Version, if it had one."""
-        rows, since_push = await self.rows(groups, record.version), record.step % self.config.train.push_every
+        """Takes a recorded step again, with changed rows; the caller then writes its Version, if it had one."""
+        rows, since_push = change(await self.rows(groups, record.version)), record.step % self.config.train.push_every
         return await self.train(rows, record.version, since_push=since_push, tokens_file=tokens_file)
 
     async def write_model(self, model_dir: Path, target: Path, adapter: Path) -> None:

@@ -8,10 +8,13 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
 from sqlite3 import Connection
 from statistics import fmean
 from tempfile import TemporaryDirectory
+
+from safetensors import safe_open
 
 from shoal.config import Config, load
 from shoal.errors import RunDirError
@@ -21,7 +24,7 @@ from shoal.experience.schema import StepRecord
 from shoal.model.renderer_loading import load_renderer
 from shoal.observe.metrics import Record, number, read_records
 from shoal.run.machine.devices import Threads, devices_of
-from shoal.run.policy import Steps
+from shoal.run.policy import StepRows, Steps
 from shoal.run.prepare import model_directory
 from shoal.run.teacher import text_teacher
 from shoal.trainer.messages import STATS_MEANINGS, StepStats, TokensFile
@@ -95,6 +98,12 @@ class Replay:
             self.saved[self.at] = directory
         return directory
 
+    async def keep_after(self, step: int) -> None:
+        """Brings the trainer to the end of a step, and saves that state for later."""
+        await self.go_after(step)
+        if step not in self.saved:
+            await self.save()
+
     async def go_after(self, step: int) -> None:
         """Brings the trainer to the end of a step: from the nearest saved state before it, by the logged steps."""
         nearest = max(saved for saved in self.saved if saved <= step)
@@ -105,14 +114,18 @@ class Replay:
             await self.take(self.logged.records[self.at + 1])
 
     async def take(
-        self, record: StepRecord, groups: Sequence[Group] | None = None, tokens_file: TokensFile | None = None
+        self,
+        record: StepRecord,
+        groups: Sequence[Group] | None = None,
+        tokens_file: TokensFile | None = None,
+        change: Callable[[StepRows], StepRows] = lambda rows: rows,
     ) -> StepStats | None:
         """Takes a recorded step from the present state, on its logged groups unless others are given; without any the
-        weights stay."""
+        weights stay. `change` is made to the rows of other groups."""
         as_logged = groups is None and self.at == record.step - 1
         self.at = None
         given = self.logged.groups(record.step) if groups is None else groups
-        stats = await self.steps.repeat(record, given, tokens_file) if given else None
+        stats = await self.steps.repeat(record, given, tokens_file, change) if given else None
         if record.version_after != record.version:
             await self.trainer.write_version(None)
         self.at = record.step if as_logged else None
@@ -142,6 +155,20 @@ async def opened_replay(logged: LoggedSteps, overrides: Sequence[str] = ()) -> A
         await replay.save()
         replay.saved |= {one.step: one.path for one in checkpoints(logged.run_dir)}
         yield replay
+
+
+def numbers_by_row(file: Path, name: str) -> dict[int, list[float]]:
+    """Numbers of the trained tokens of each computed row, from the files that ranks wrote; they are removed."""
+    found: dict[int, list[float]] = {}
+    for part in file.parent.glob(f"{file.stem}.*"):
+        with safe_open(part, framework="numpy") as opened:
+            has_rows = name in opened.keys()  # noqa: SIM118
+            names = ("row_R", "count_R", name) if has_rows else ()
+            row_R, count_R, number_N = [opened.get_tensor(one).tolist() for one in names] or ([], [], [])
+        part.unlink()
+        numbers: Iterator[float] = iter(number_N)
+        found |= {row: list(islice(numbers, count)) for row, count in zip(row_R, count_R, strict=True)}
+    return found
 
 
 def settings_of(run_dir: Path, overrides: Sequence[str]) -> Config:
@@ -218,16 +245,20 @@ class GroupWeight:
     @property
     def row(self) -> tuple[str, ...]:
         """Cells of the table."""
-        group, rewards = self.group, [one.reward.value for one in self.group.finished]
-        asked = [one.content for one in group.task.messages if one.role is Role.USER][-1:] or [""]
-        question = " ".join(asked[0].split())[:MOST_QUESTION]
-        whose = "peer" if group.external else "own"
-        spread = f"{fmean(rewards):.2f} ({min(rewards):g} to {max(rewards):g})"
-        versions = str(group.oldest_version)
-        return f"{self.influence:.3f}", f"{self.along:+.3f}", spread, versions, whose, group.task.service, question
+        return f"{self.influence:.3f}", f"{self.along:+.3f}", *described(self.group)
 
 
-HEADS = ("influence", "along", "reward", "oldest Version", "from", "task", "question")
+GROUP_HEADS = ("reward", "oldest Version", "from", "task", "question")
+HEADS = ("influence", "along", *GROUP_HEADS)
+
+
+def described(group: Group) -> tuple[str, ...]:
+    """Cells of a group under `GROUP_HEADS`."""
+    rewards = [one.reward.value for one in group.finished]
+    asked = [one.content for one in group.task.messages if one.role is Role.USER][-1:] or [""]
+    question = " ".join(asked[0].split())[:MOST_QUESTION]
+    spread = f"{fmean(rewards):.2f} ({min(rewards):g} to {max(rewards):g})"
+    return spread, str(group.oldest_version), "peer" if group.external else "own", group.task.service, question
 
 
 @dataclass(frozen=True, slots=True)

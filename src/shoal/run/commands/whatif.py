@@ -14,13 +14,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from safetensors import safe_open
-
 from shoal.config import Config
 from shoal.errors import ConfigError, RunDirError
 from shoal.experience.balance import WaitingGroup
 from shoal.observe.metrics import JsonlTracker, Record, number
-from shoal.run.commands.replay import BEGINNING, Replay, opened_replay, reading_steps, settings_of
+from shoal.run.commands.replay import BEGINNING, Replay, numbers_by_row, opened_replay, reading_steps, settings_of
 from shoal.run.policy import outcome_returns
 from shoal.run.prepare import model_directory
 from shoal.run.run_dir import write_resolved
@@ -94,18 +92,12 @@ def kept_groups(groups: Sequence[Group], version: int, own: Config, other: Confi
     return kept
 
 
-def sample_size(file: Path, rows: Sequence[Sample]) -> float:
-    """Effective sample size of the trained rows, 0..1; 1 when none was computed. Removes the file."""
-    if not file.exists():
-        return 1.0
-    with safe_open(file, framework="numpy") as opened:
-        row_R, count_R, logp_N = (opened.get_tensor(name) for name in ("row_R", "count_R", "logp_N"))
-    file.unlink()
-    ratios, end = list[float](), 0
-    for row, count in zip(row_R.tolist(), count_R.tolist(), strict=True):
-        begin, end = end, end + count
+def sample_size(logprobs: Mapping[int, Sequence[float]], rows: Sequence[Sample]) -> float:
+    """Effective sample size of the trained rows, 0..1, by the logprobs of their tokens; 1 when none was computed."""
+    ratios = list[float]()
+    for row, logp in logprobs.items():
         behaviour = math.fsum(rows[row].logprobs[i] for i, kept in enumerate(rows[row].mask) if kept)
-        ratios.append(math.fsum(logp_N[begin:end].tolist()) - behaviour)
+        ratios.append(math.fsum(logp) - behaviour)
     weights = [math.exp(ratio - max(ratios)) for ratio in ratios]
     return math.fsum(weights) ** 2 / (len(weights) * math.fsum(w * w for w in weights)) if weights else 1.0
 
@@ -156,7 +148,8 @@ async def _step(replay: Replay, step: int, kept: Sequence[Group], file: Path) ->
     left_out = len(logged.groups(step)) - len(kept)
     stats = await replay.take(record, kept, TokensFile(str(file), tuple(group.id for group in kept)))
     rows = await replay.steps.rows(kept, record.version)
-    ess = await asyncio.to_thread(sample_size, file, [row for some in rows.of_group.values() for row in some])
+    logprobs = await asyncio.to_thread(numbers_by_row, file, "logp_N")
+    ess = sample_size(logprobs, [row for some in rows.of_group.values() for row in some])
     return OtherStep(step, stats, own, ess, left_out)
 
 

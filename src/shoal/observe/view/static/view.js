@@ -129,6 +129,13 @@ if (holder) {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
   follow();
 }
+const steps = document.getElementById("steps");
+if (steps) {
+  steps.hidden = false;
+  steps.form.action = "/rollouts#steps"; // which has the focus again on the next page, for the next key
+  steps.addEventListener("input", () => { steps.form.elements.step.value = steps.value; });
+  steps.addEventListener("change", () => steps.form.submit());
+}
 const by = document.getElementById("by");
 if (by) by.addEventListener("change", () => {
   for (const token of document.querySelectorAll(".tokens span")) token.classList.replace(token.classList[0], `t${token.dataset.shades[by.selectedIndex]}`);

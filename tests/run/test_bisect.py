@@ -1,0 +1,52 @@
+"""What damaged a run is found: its step, the groups of it and their tokens."""
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.run.commands.bisect import HeldOutScore, Metric, smallest, without
+from shoal.run.policy import StepRows
+from shoal.types import Sample
+
+SCORE = HeldOutScore(Metric.REWARD, ((1, 2, 3), (1, 4), (5, 6)), (1, 1, 1), ("a", "a", "b"), (1.0, 0.0, 0.5))
+LOGPROBS = ((-1.0, -2.0), (-0.5,), (-4.0,))
+
+
+def test_the_reward_is_expected_among_the_answers_to_each_question() -> None:
+    right, wrong = math.exp(-3.0), math.exp(-0.5)
+    assert SCORE.of(LOGPROBS) == pytest.approx((right / (right + wrong) + 0.5) / 2)
+    moved = 1e-6
+    higher = SCORE.of(((-1.0, -2.0 + moved), *LOGPROBS[1:]))
+    slopes = SCORE.slopes(LOGPROBS)
+    assert (higher - SCORE.of(LOGPROBS)) / moved == pytest.approx(slopes[0] / 2, rel=1e-4)
+    assert slopes[0] == pytest.approx(-slopes[1])
+    assert slopes[2] == 0
+
+
+def test_held_out_logprob_is_a_mean_over_the_tokens_of_answers() -> None:
+    score = HeldOutScore(Metric.HELDOUT, SCORE.rows, (2, 1, 1), SCORE.questions, SCORE.rewards)
+    assert score.of(LOGPROBS) == pytest.approx((-2.0 - 0.5 - 4.0) / 3)
+
+
+@given(st.integers(1, 200), st.data())
+def test_a_search_takes_few_trials_for_a_small_number_whatever_the_count(count: int, data: st.DataObject) -> None:
+    truth = data.draw(st.integers(1, count))
+    tried = []
+
+    async def cures(number: int) -> bool:
+        tried.append(number)
+        return number >= truth
+
+    assert asyncio.run(smallest(count, cures)) == truth
+    assert len(tried) <= 2 * math.ceil(math.log2(truth)) + 1
+
+
+def test_a_muted_token_has_no_advantage_and_still_counts() -> None:
+    row = Sample((1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), (-1, 0, 0), (0.0, 2.0, 2.0))
+    rows = without({("g", 1, 2)}, StepRows({"g": (row, row), "h": (row,)}))
+    assert [one.advantages for one in rows.of_group["g"]] == [(0.0, 2.0, 2.0), (0.0, 2.0, 0.0)]
+    assert rows.of_group["g"][1].mask == row.mask
+    assert rows.of_group["h"] == (row,)
