@@ -3,6 +3,7 @@
 import asyncio
 import resource
 import sqlite3
+import threading
 from contextlib import closing
 from dataclasses import replace
 
@@ -472,3 +473,23 @@ def test_whatever_was_logged_can_be_read_again(tmp_path):
         await buffer.close()
 
     asyncio.run(main())
+
+
+def test_what_a_posted_write_returns_is_freed_by_the_thread_that_writes(tmp_path):
+    """A cursor freed elsewhere resets the statement that the next write uses: SQLite calls that misuse, seldom."""
+    freed = []
+
+    class Returned:
+        def __del__(self):
+            freed.append(threading.current_thread())
+
+    async def main():
+        writer = LogWriter(open_log(tmp_path, META, resume=False), on_failure=freed.append)
+        for _ in range(8):
+            writer.post(lambda connection: Returned())
+        await writer.sync()
+        await writer.close()
+
+    asyncio.run(main())
+    assert len(freed) == 8
+    assert all(thread.name.startswith("log-writer") for thread in freed)

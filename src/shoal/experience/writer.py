@@ -67,9 +67,11 @@ class LogWriter:
 
     def post(self, run: Callable[[sqlite3.Connection], object]) -> None:
         """Requests a write without waiting for it. A later request is never durable earlier."""
-        self._ask(run, delay_s=POST_DELAY_S).add_done_callback(
-            lambda done: done.exception()
-        )  # `on_failure` receives it
+
+        def write(connection: sqlite3.Connection) -> None:
+            run(connection)  # a cursor that the loop's thread freed would reset the statement of the next write
+
+        self._ask(write, delay_s=POST_DELAY_S).add_done_callback(lambda done: done.exception())  # see `on_failure`
 
     async def commit(
         self, run: Callable[[sqlite3.Connection], T], arrived: Callable[[T], None] = lambda result: None
