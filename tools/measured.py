@@ -52,7 +52,7 @@ ROOMS = {
     "frameworks.jsonl": ("gateway", "rollout"),
 }
 """Rooms whose code a raw file measures, for the files with a commit in each row."""
-EXPERIMENTS = ("areal_staleness", "async_speedup", "interrupt", "packing", "sapo_stacked", "tito")
+EXPERIMENTS = ("areal_staleness", "async_speedup", "interrupt", "packing", "question_pool", "sapo_stacked", "tito")
 """Experiments whose tables `--experiments` makes again from their runs."""
 
 
