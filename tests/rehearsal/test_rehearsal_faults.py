@@ -24,5 +24,5 @@ def test_a_seed_replays(tmp_path: Path) -> None:
 
 
 def test_seeds_differ_in_their_settings_and_deaths(tmp_path: Path) -> None:
-    lives = {run_seed(seed, tmp_path).lives for seed in range(8)}
+    lives = {run_seed(seed, tmp_path).lives for seed in range(16)}
     assert len(lives) > 2

@@ -546,10 +546,12 @@ class Turns:
     def __init__(self, left: list[Completion]) -> None:
         self.left, self.kept = left, list[Completion]()
 
-    def take(self, prompt_ids: Sequence[int]) -> Completion | None:
+    def take(self, prompt_ids: Sequence[int], sampling: Sampling, ends: Sequence[object] = ()) -> Completion | None:
         return self.left.pop(0) if self.left else None
 
-    def keep(self, prompt_ids: Sequence[int], completion: Completion) -> None:
+    def keep(
+        self, prompt_ids: Sequence[int], sampling: Sampling, completion: Completion, ends: Sequence[object] = ()
+    ) -> None:
         self.kept.append(completion)
 
     def forget(self) -> None:

@@ -18,6 +18,7 @@ from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.engines import OnEvent, RunEngines, engines
 from shoal.run.machine.devices import Devices, Threads
 from shoal.run.prepare import Prepared
+from shoal.types import Sampling
 from stub_server import Stub, stubbed
 from until import until
 
@@ -152,7 +153,8 @@ def test_an_engine_that_cannot_start_again_is_reported_and_ends_the_run() -> Non
 def test_an_engine_that_ends_in_its_first_start_ends_the_run(tmp_path: Path) -> None:
     write_sizes(tmp_path)
     config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}]})
-    parts = {"config": config, "model_dir": tmp_path, "max_model_len": 64, "devices": Devices(), "threads": Threads()}
+    parts = {"config": config, "model_dir": tmp_path, "max_model_len": 64, "devices": Devices()}
+    parts |= {"threads": Threads(), "sampling": Sampling(1)}
     prepared: Any = SimpleNamespace(**parts)
 
     async def run() -> None:
