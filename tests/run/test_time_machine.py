@@ -1,4 +1,4 @@
-"""A run is trained again under other settings, and its steps and groups are weighed and searched."""
+"""A run is trained again under other settings, and the groups of its steps are weighed."""
 
 import json
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from command import shoal
+from experiments.time_machine.__main__ import spearman
 from shoal.config import Config
 from shoal.experience.log import read, read_step, weights_of
 from shoal.run.commands.replay import settings_of
@@ -105,3 +106,25 @@ def test_why_says_in_words_what_moved(run: Path) -> None:
     assert "step 4 trained Version 3 on 8 groups, 0 of peers." in done.stdout
     assert "influence  along" in done.stdout
     assert "since the step before" in done.stdout
+
+
+def test_influence_ranks_groups_as_leaving_each_out_does(run: Path, tiny_model_dir: Path) -> None:
+    values = json.loads(shoal("why", str(run), "--step=5", "--json").stdout.splitlines()[-1])
+    influence = {one["id"]: one["influence"] for one in values["groups"]}
+    groups, config, found = groups_of(run, 4), settings_of(run, ()), dict[str, dict[str, torch.Tensor]]()
+    torch.set_num_threads(1)
+    for left_out in ("", *(group.id for group in groups)):
+        steps = {step: groups_of(run, step) for step in range(4)}
+        steps[4] = [group for group in groups if group.id != left_out]
+
+        def keep(step: int, trainer: Trainer, name: str = left_out) -> None:
+            found[f"{name}{step}"] = {key: value.double().clone() for key, value in trainer.tensors().items()}
+
+        trained(config, tiny_model_dir, None, steps, keep)
+
+    def distance(one: str, other: str) -> float:
+        return sum(float((found[one][key] - found[other][key]).square().sum()) for key in found[one]) ** 0.5
+
+    change = [distance(f"{name}4", "4") / distance("3", "4") for name in influence]
+    assert spearman([*influence.values()], change) >= 0.9
+    assert max(change) > 2 * min(change)
