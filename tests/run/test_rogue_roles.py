@@ -79,6 +79,13 @@ def frozen_version(path: str, body: Any) -> Any:
     return {**body, "version": 0} if path == "/info" else body
 
 
+def without_sets(path: str, body: Any) -> Any:
+    """Answers that do not say which tokens could be sampled."""
+    if path == "/inference/v1/generate":
+        body["choices"] = [{**choice, "kept": []} for choice in body["choices"]]
+    return body
+
+
 async def scored(request: web.Request) -> web.Response:
     """An honest scorer by `contains`."""
     asked = await request.json()
@@ -89,9 +96,16 @@ async def scored(request: web.Request) -> web.Response:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("lie", "why"), [(other_tokens, "its logprobs differ"), (frozen_version, "version: expected")])
+@pytest.mark.parametrize(
+    ("lie", "why", "settings"),
+    [
+        (other_tokens, "its logprobs differ", ()),
+        (frozen_version, "version: expected", ()),
+        (without_sets, "kept: expected", ("--rollout.top_k=40",)),
+    ],
+)
 def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
-    lie: Callable[[str, Any], Any], why: str, tmp_path: Path, tiny_model_dir: Path
+    lie: Callable[[str, Any], Any], why: str, settings: tuple[str, ...], tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     wrong = itertools.cycle(WRONG_REWARDS)
 
@@ -105,7 +119,11 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
     async def run(honest: Server, behind: Server) -> None:
         rogue = Rogue(behind, lie)
         async with served(rogue.answer) as url, served(scored) as scorer, served(misscored) as rogue_scorer:
-            where = [f'--engine.urls=["{honest.url}", "{url}"]', f'--reward.urls=["{rogue_scorer}", "{scorer}"]']
+            where = [
+                *settings,
+                f'--engine.urls=["{honest.url}", "{url}"]',
+                f'--reward.urls=["{rogue_scorer}", "{scorer}"]',
+            ]
             process = start(tmp_path, tiny_model_dir, *FOR_LONG, *where, **{TOKEN_VARIABLE: TOKEN})
             await until(lambda: steps() >= 3 or process.poll() is not None, 240)
             rogue.lies = True
