@@ -99,12 +99,10 @@ images: $(VENV)/dev-installed
 services: $(VENV)/dev-installed
 	$(BIN)/python tests/support/services_kill.py 300
 
-# Real verifiers and OpenEnv, which want versions of packages that Shoal's own environment has not.
+# Real verifiers, which wants versions of packages that Shoal's own environment has not.
 adapters: $(VENV)/dev-installed
-	for name in verifiers openenv-core; do \
-		test -d $(VENV)-$$name || { $(PYTHON) -m venv $(VENV)-$$name && $(VENV)-$$name/bin/python -m pip install $(PIP_ARGS) $$name aiohttp msgspec typer google-re2 jsonschema; } || exit 1; \
-	done
-	$(BIN)/python tests/support/adapters_real.py $(VENV)-verifiers/bin/python $(VENV)-openenv-core/bin/python
+	test -d $(VENV)-verifiers || { $(PYTHON) -m venv $(VENV)-verifiers && $(VENV)-verifiers/bin/python -m pip install $(PIP_ARGS) verifiers aiohttp msgspec typer google-re2 jsonschema; }
+	$(BIN)/python tests/support/adapters_real.py $(VENV)-verifiers/bin/python
 
 # A backup at a real S3 server, moto's.
 backup-s3: $(VENV)/dev-installed
@@ -114,7 +112,7 @@ backup-s3: $(VENV)/dev-installed
 # lm-eval and Inspect against `shoal serve`.
 harnesses: $(VENV)/dev-installed
 	test -d $(VENV)-harnesses || { $(PYTHON) -m venv $(VENV)-harnesses && $(VENV)-harnesses/bin/python -m pip install $(PIP_ARGS) 'lm_eval[api]' inspect_ai openai transformers jinja2; }
-	SHOAL_HARNESS_BIN="$(CURDIR)/$(VENV)-harnesses/bin" $(BIN)/python -m pytest -v tests/gateway/test_harnesses.py tests/observe/test_trace.py
+	SHOAL_HARNESS_BIN="$(CURDIR)/$(VENV)-harnesses/bin" $(BIN)/python -m pytest -v tests/gateway/test_harnesses.py
 
 # Trackers of other projects, with their stores on this machine.
 trackers: $(VENV)/dev-installed

@@ -1,17 +1,14 @@
 """`python -m experiments.balance automatic|joint [--steps N] [--results D]`, from the repository's folder.
 
-`joint` wants OPENENV_PYTHON, the Python of an environment with openenv-core: a task is behind OpenEnv's own server.
+`joint` serves one of its tasks by `shoal task serve`.
 """
 
 import argparse
 import contextlib
 import json
-import os
 import shutil
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -23,7 +20,7 @@ from shoal.observe.runs import read_run
 
 HERE = Path(__file__).parent
 WINDOW = 20
-GAME, HUB = 8230, 8231
+HUB = 8231
 
 
 def main(arguments: list[str]) -> None:
@@ -47,23 +44,11 @@ def main(arguments: list[str]) -> None:
 
 @contextlib.contextmanager
 def external() -> Iterator[None]:
-    """OpenEnv's server, and the process that serves it as a task."""
-    url = f"http://127.0.0.1:{GAME}"
-    game = [os.environ["OPENENV_PYTHON"], str(HERE / "game.py"), str(GAME)]
-    serve = ["task", "serve", "experiments.balance.tasks:external", "--orchestrator", f"http://127.0.0.1:{HUB}"]
-    with subprocess.Popen(game) as server:
-        try:
-            for _ in range(60):
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health"):
-                    break
-                time.sleep(1)
-            with subprocess.Popen(
-                [sys.executable, "-m", "shoal.cli", *serve], env={**os.environ, "OPENENV_URL": url}
-            ) as member:
-                yield
-                member.terminate()
-        finally:
-            server.kill()
+    """The process that serves the task `external`."""
+    serve = ["task", "serve", "experiments.balance.tasks:External", "--orchestrator", f"http://127.0.0.1:{HUB}"]
+    with subprocess.Popen([sys.executable, "-m", "shoal.cli", *serve]) as member:
+        yield
+        member.terminate()
 
 
 def described(run_dir: Path) -> dict[str, object]:

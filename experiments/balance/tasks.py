@@ -1,9 +1,7 @@
 """The tasks of `experiments.balance`: all ask for a word backward, and differ in what is worth something."""
 
-import os
 import random
 
-from shoal.environments.openenv import openenv_environment
 from shoal.interfaces import Model
 from shoal.tasks.sdk import Question, environment
 from shoal.types import Message, Outcome, Role, Task
@@ -63,6 +61,16 @@ class SecondChance:
         return Outcome(reward=0.0)
 
 
-def external():  # type: ignore[no-untyped-def]
-    """The game of `game.py`, behind OpenEnv's own server."""
-    return openenv_environment("external", os.environ["OPENENV_URL"], most_turns=1)
+@environment("external")
+class External:
+    """One word, one answer, in another process."""
+
+    def draw(self, rng: random.Random) -> Question:
+        """Three to five letters."""
+        asked = word(rng, 3, 5)
+        return Question(f"reverse {asked}", answer=asked[::-1])
+
+    async def rollout(self, asked: Task, model: Model) -> Outcome:
+        """One turn."""
+        said = await model.answer(list(asked.messages))
+        return Outcome(reward=float(said.content.strip() == asked.answer))

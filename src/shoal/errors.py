@@ -12,8 +12,7 @@
     │   ├── RequestRefused    the request itself is wrong (HTTP 4xx); trying again does not help
     │   └── EngineUnavailable the engine is gone, full or paused; trying again may help
     ├── SessionError          a request that a session cannot serve
-    │   ├── ContextOverflow   it leaves no room for an answer
-    │   └── HistoryDiverged   it does not extend the conversation, and the session's policy wants that (HTTP 409)
+    │   └── ContextOverflow   it leaves no room for an answer
     ├── TrainerError          the trainer process failed or refused a batch
     ├── SandboxUnavailable    this machine has no sandbox to run untrusted programs in
     ├── ExchangeUnavailable   no server of the swarm can be reached; the node goes on alone
@@ -144,12 +143,6 @@ class SessionError(ShoalError):
 
 class ContextOverflow(SessionError):
     """A prompt that leaves no room for an answer."""
-
-
-class HistoryDiverged(SessionError):
-    """A request that does not extend the conversation of a session whose history policy is `strict`."""
-
-    http_status = 409
 
 
 class TrainerError(ShoalError):

@@ -260,8 +260,6 @@ CASES = [
     of_arguments("swarm", "serve", "--folder", "FOLDER/rows.jsonl", names="rows.jsonl"),
     of_arguments("swarm", "serve", "--host", "no.such.host.invalid", "--folder", "FOLDER/nats"),
     of_arguments("swarm", "ban", "FOLDER/empty", "xyz", names="peer id"),
-    of_arguments("swarm", "offers", "nats://", names="nats://"),
-    of_arguments("swarm", "offers", "nats://127.0.0.1:1", "--seconds=0.2", names="could be reached"),
     of_arguments("swarm", "join", "FOLDER/config.toml", names="--model-url"),
     of_arguments("swarm", "join", "FOLDER/config.toml", "--rule=truth", names="swarm.servers"),
     of_arguments("swarm", "join", "FOLDER/config.toml", "--rule=nobody", names="rule"),

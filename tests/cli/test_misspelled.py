@@ -74,7 +74,7 @@ def enumerated() -> Iterator[tuple[str, Sequence[str], tuple[str, ...]]]:
     """Places with the names that are right there, and arguments in which WRONG stands for one of them."""
     train = ("train", "CONFIG", "--dry-run")
     for key, names in settings(Config):
-        listed = {"swarm.checkers": '--swarm.checkers=["WRONG"]', "stages.0.kind": '--stages=[{kind = "WRONG"}]'}
+        listed = {"stages.0.kind": '--stages=[{kind = "WRONG"}]'}
         yield key, names, (*train, listed.get(key, f"--{key}=WRONG"))
     for loss, loss_kind in LOSSES.items():
         for key, names in settings(loss_kind):
@@ -111,7 +111,7 @@ def enumerated() -> Iterator[tuple[str, Sequence[str], tuple[str, ...]]]:
     yield "rows", ["rows.jsonl"], (*train, "--tasks.0.path=FOLDER/WRONG")
     yield "own.py", ["right_reward"], (*train, "--tasks.0.reward=FOLDER/own.py:WRONG")
     yield "tasks.sums.reward", ["own.py"], (*train, "--tasks.0.reward=FOLDER/WRONG:right_reward")
-    for command in ("status", "report", "audit", "trace", "chat", "view --no-open", "export --jsonl=x"):
+    for command in ("status", "report", "audit", "chat", "view --no-open", "export --jsonl=x"):
         yield "run", ["my-first-run"], (*command.split(), "WRONG")
     yield "run", ["my-first-run"], ("train", "--resume", "WRONG")
     yield "bench", BENCHES, ("bench", "WRONG")

@@ -320,7 +320,7 @@ PAPERS: dict[str, dict[str, Any]] = {
         "train.weight_decay": 0, "train.lr_schedule": "constant", "train.warmup_steps": 0, "train.max_grad_norm": 0,
         "train.short_groups": "keep", "train.minibatches": 1, "train.dynamic_sampling": False,
         "asynchrony.max_staleness": 0, "swarm.share": "all", "swarm.take": "uniform", "swarm.credit": "group",
-        "swarm.reuse": 1, "swarm.datasets": "any", "swarm.checkers": ["exact", "number", "math", "regex", "code"],
+        "swarm.reuse": 1, "swarm.datasets": "any",
         "swarm.round_offers": (8 - 1) * 4, "swarm.wait_s": 600,
     },
     # arXiv 2503.14476: equation 8, sections 2.3, 3.1 to 3.4 and 4.1 (512 x 16, 16 updates, 1e-6, warm-up of 20 steps).

@@ -1,32 +1,40 @@
-"""Tasks written for other frameworks: TRL's reward functions and environments, OpenEnv's servers.
+"""Tasks written for other frameworks: TRL's reward functions and environments, and verifiers.
 
-OpenEnv's server here speaks as openenv-core 0.3 does, and the environment of verifiers is asked as in 0.4;
-`make adapters` has the real ones.
+The environment of verifiers is asked as in 0.4; `make adapters` has the real one.
 """
 
 import asyncio
 import json
 import os
-import random
 import sys
-import threading
 from typing import Any
 
 import pytest
-from aiohttp import WSMsgType, web
 from trl.rewards import think_format_reward
 
-from openenv_game_client import Scripted, played_game
-from shoal.environments.openenv import openenv_environment
 from shoal.environments.trl import trl_environment
 from shoal.environments.verifiers import verifiers_environment
 from shoal.errors import TaskError
-from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
+from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Message, RewardStatus, Role, Split, ToolCall
 from verifiers_alike import MODULES
 
 ROWS = [{"prompt": f"double {n}", "answer": str(2 * n), "n": n} for n in range(40)]
 CHATS = [{"prompt": [{"role": "user", "content": f"double {n}"}], "answer": str(2 * n)} for n in range(40)]
+
+
+class Scripted:
+    """Says the next of a list."""
+
+    base_url = api_key = ""
+
+    def __init__(self, *said: Message | str) -> None:
+        self.said = [one if isinstance(one, Message) else Message(Role.ASSISTANT, one) for one in said]
+        self.asked: list[tuple[tuple[Message, ...], str]] = []
+
+    async def answer(self, messages, *, tools="", max_tokens=None):
+        self.asked.append((tuple(messages), tools))
+        return self.said.pop(0)
 
 
 def correct(prompts, completions, answer, **columns):
@@ -165,86 +173,6 @@ def test_a_call_whose_arguments_are_no_json_is_answered_with_an_error_and_shown_
     assert asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), model)).reward == 1.0
     assert seen == ['{"by": ']
     assert "error" in model.asked[-1][0][-1].content
-
-
-async def game(request: web.Request) -> web.WebSocketResponse:
-    """The messages of openenv-core 0.3's /ws, and the game of `openenv_game`."""
-    socket, word, left = web.WebSocketResponse(), "", 0
-    await socket.prepare(request)
-    async for message in socket:
-        if message.type is not WSMsgType.TEXT:
-            break
-        asked = json.loads(message.data)
-        match asked["type"]:
-            case "reset":
-                seed = asked["data"]["seed"]
-                word, left = "".join(random.Random(seed).sample("abcdefgh", 3)), 3
-                data = {"observation": {"message": f"Game {seed}: guess a letter."}, "reward": None, "done": False}
-            case "step" if asked["data"].get("letter") == "!":
-                broken = {"message": "VALIDATION of the board failed", "code": "EXECUTION_ERROR"}
-                await socket.send_json({"type": "error", "data": broken})
-                continue
-            case "step" if "letter" not in asked["data"]:
-                await socket.send_json({"type": "error", "data": {"message": "?", "code": "VALIDATION_ERROR"}})
-                continue
-            case "step":
-                left -= 1
-                hit = asked["data"]["letter"] in word
-                data = {"observation": {"message": "yes" if hit else "no"}, "reward": hit / 2, "done": left == 0}
-            case _:
-                break
-        await socket.send_json({"type": "observation", "data": data})
-    return socket
-
-
-async def schema(request: web.Request) -> web.Response:
-    return web.json_response({"action": {"required": ["letter"], "properties": {"letter": {"type": "string"}}}})
-
-
-@pytest.fixture
-def server():
-    """The URL of the game, served by a thread."""
-    started, urls, loop = threading.Event(), [], asyncio.new_event_loop()
-
-    async def serve() -> None:
-        app = web.Application()
-        app.add_routes([web.get("/ws", game), web.get("/schema", schema)])
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        urls.append(site.name if not runner.addresses else f"http://127.0.0.1:{runner.addresses[0][1]}")
-        started.set()
-        await stopped.wait()
-        await runner.cleanup()
-
-    stopped = asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    started.wait(10)
-    yield urls[0]
-    loop.call_soon_threadsafe(stopped.set)
-    thread.join()
-    loop.close()
-
-
-def test_an_openenv_server_is_played_by_seed_and_earns_what_its_steps_earn(server: str) -> None:
-    played_game(server)
-
-
-@pytest.mark.parametrize(("said", "kind"), [("!", EnvironmentFailed), ('{"word": "x"}', PolicyFailed)])
-def test_of_what_an_openenv_server_refuses_only_an_action_that_is_none_is_the_policy_s(
-    server: str, said: str, kind: type[Exception]
-) -> None:
-    served = openenv_environment("game", server)
-    with pytest.raises(kind):
-        asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), Scripted(Message(Role.ASSISTANT, said))))
-
-
-def test_an_openenv_server_that_is_away_is_the_environment_s_failure() -> None:
-    served = openenv_environment("game", "http://127.0.0.1:9")
-    with pytest.raises(EnvironmentFailed):
-        served.draw(Split.TRAIN, 0)
 
 
 @pytest.fixture

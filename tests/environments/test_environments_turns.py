@@ -126,27 +126,6 @@ def test_an_answer_of_a_rollout_is_scored_by_the_task_and_a_reward_stays_as_it_i
     assert asyncio.run(game.rollout(game.draw(Split.TRAIN, 0), unasked)).reward == reward
 
 
-def test_a_program_is_repaired_when_its_tests_pass_in_the_sandbox() -> None:
-    game = service("repair", attempts=4)
-    task = game.draw(Split.TRAIN, 0)
-    cheat = "import json\nprint(json.dumps(0))\ndef f(*a):\n    raise SystemExit"
-    rollout = played(game, task, "def f(", f"```python\n{cheat}\n```", f"Sorry:\n```python\n{task.answer}```")
-    assert (rollout.status, rollout.reward.value, len(rollout.turns)) == (RolloutStatus.FINISHED, 1.0, 3)
-    assert "SyntaxError" in rollout.messages[2].content
-    lost = played(game, task, *["def f(*a):\n    return None"] * 4)
-    assert lost.reward.value == 0
-    first = json.loads(task.info)["info"][0]
-    said = f"f({', '.join(map(json.dumps, first['args']))}): expected {json.dumps(first['returns'])}, got null"
-    assert lost.messages[2].content == f"A test fails: {said}"
-
-
-def test_a_right_program_that_waits_for_the_machine_is_repaired_all_the_same() -> None:
-    game = service("repair", attempts=1)
-    task = game.draw(Split.TRAIN, 0)
-    late = f"```python\nimport time\ntime.sleep(5.2)\n{task.answer}```"
-    assert played(game, task, late).reward.value == 1.0
-
-
 @pytest.mark.parametrize(
     ("name", "params", "message"),
     [

@@ -13,7 +13,7 @@ import pytest
 
 from gateway_engine import CONTEXT, Served, served
 from shoal.gateway.sessions import OpenRequest, SessionLimits
-from shoal.gateway.token_tree import HistoryPolicy, TokenTree
+from shoal.gateway.token_tree import TokenTree
 from shoal.trainer.advantage import rows
 from shoal.turn_tree import prompt_ids
 from shoal.types import Reward, Rollout, Sampling
@@ -303,7 +303,7 @@ def test_an_unknown_session_gets_401_and_an_ended_one_410() -> None:
         async with aiohttp.ClientSession() as http:
             async with http.post(f"{one.url}/v1/chat/completions", json={"messages": ASK}) as answer:
                 assert answer.status == 401
-            opening = {"sampling": {"max_tokens": 20}, "limits": {"generations": 1}, "history_policy": "strict"}
+            opening = {"sampling": {"max_tokens": 20}, "limits": {"generations": 1}}
             async with http.post(f"{one.url}/v1/sessions", json=opening) as answer:
                 opened = await answer.json()
             key = {"Authorization": f"Bearer {opened['api_key']}"}
@@ -321,18 +321,5 @@ def test_an_unknown_session_gets_401_and_an_ended_one_410() -> None:
                 text = await answer.text()
         assert exported["turns"][0]["token_ids"] == list(one.engine.drawn[0].token_ids)
         assert "shoal_gateway_forced_first_total 1" in text
-
-    run(scenario)
-
-
-def test_a_strict_session_answers_409_to_another_conversation() -> None:
-    async def scenario(one: Served) -> None:
-        client, _ = agent(one, history_policy=HistoryPolicy.STRICT)
-        async with client:
-            await client.chat.completions.create(model="m", messages=ASK)
-            with pytest.raises(openai.ConflictError, match="history_policy"):
-                await client.with_options(max_retries=0).chat.completions.create(
-                    model="m", messages=[{"role": "user", "content": "else"}]
-                )
 
     run(scenario)

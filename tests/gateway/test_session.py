@@ -1,10 +1,7 @@
 """The token ledger, case by case."""
 
-import pytest
-
-from shoal.errors import HistoryDiverged
 from shoal.gateway.conversation import Conversation, minted_id
-from shoal.gateway.token_tree import Cause, Generation, HistoryPolicy, TokenTree
+from shoal.gateway.token_tree import Cause, Generation, TokenTree
 from shoal.types import Completion, FinishReason, Message, Role, ToolCall
 
 END = 9
@@ -57,25 +54,6 @@ def test_other_tools_or_an_edited_question_begin_a_new_root() -> None:
     answered(tree, (ASK,), drawn(5, END), said("x"))
     assert tree.attach(Conversation((ASK, said("x"), MORE), tools="[1]")).cause is Cause.DIVERGED
     assert tree.attach(Conversation((MORE, said("x"), MORE))).cause is Cause.DIVERGED
-
-
-def test_the_policy_template_renders_anew_when_the_user_speaks_and_bridges_tools() -> None:
-    tree = TokenTree(HistoryPolicy.TEMPLATE)
-    call = ToolCall("a", "f", "{}")
-    answered(tree, (ASK,), drawn(5, END), said("x", call))
-    result = Message(Role.TOOL, "1", tool_call_id="a")
-    assert tree.attach(Conversation((ASK, said("x", call), result))).cause is None
-    assert tree.attach(Conversation((ASK, said("x", call), MORE))).cause is Cause.SEGMENT
-
-
-def test_the_policy_strict_refuses_what_does_not_extend_the_newest_answer() -> None:
-    tree = TokenTree(HistoryPolicy.STRICT)
-    answered(tree, (ASK,), drawn(5, END), said("x"))
-    answered(tree, (ASK, said("x"), MORE), drawn(6, END), said("y"))
-    with pytest.raises(HistoryDiverged, match="earlier answer"):
-        tree.attach(Conversation((ASK, said("x"), MORE)))
-    with pytest.raises(HistoryDiverged, match="diverged"):
-        tree.attach(Conversation((MORE,)))
 
 
 def test_arguments_are_compared_as_json_and_ids_tell_twins_apart() -> None:

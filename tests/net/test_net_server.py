@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import shoal
-from shoal.errors import EngineUnavailable, HistoryDiverged, RequestRefused, TaskError
+from shoal.errors import EngineUnavailable, RequestRefused, TaskError
 from shoal.net.server import HANDLERS, body, decoded, guarded, serving
 from shoal.net.server import json as answer
 from until import until
@@ -42,7 +42,7 @@ async def who(http: Request) -> Response:
 
 
 async def fails(http: Request) -> Response:
-    kinds = {kind.__name__: kind for kind in (TaskError, RequestRefused, EngineUnavailable, HistoryDiverged)}
+    kinds = {kind.__name__: kind for kind in (TaskError, RequestRefused, EngineUnavailable)}
     raise kinds[http.path_params["kind"]]("because")
 
 

@@ -1,20 +1,16 @@
-"""The adapters against the real packages, each in an environment of its own: `make adapters`.
+"""The adapter of verifiers against the real package, in a separate environment: `make adapters`.
 
-python tests/support/adapters_real.py VERIFIERS_PYTHON OPENENV_PYTHON
+python tests/support/adapters_real.py VERIFIERS_PYTHON
 """
 
 import asyncio
-import contextlib
 import os
 import subprocess
 import sys
-import time
-import urllib.request
 from pathlib import Path
 
 from benchmarks.echo import CONTEXT, EchoEngine, tokenizer
 from benchmarks.work import CoinScorer
-from openenv_game_client import played_game
 from shoal.gateway.host import Host
 from shoal.model.chat_template import ChatRenderer
 from shoal.rollout.agents.runner import AgentRunner
@@ -52,22 +48,6 @@ async def verifiers(python: str) -> None:
         assert (first.parent, second.parent) == (None, 0)
 
 
-def openenv(python: str) -> None:
-    """The game of `openenv_game`, behind the real server."""
-    port = 18765
-    with subprocess.Popen([python, str(HERE / "openenv_game.py"), str(port)]) as process:
-        try:
-            for _ in range(60):
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health"):
-                    break
-                time.sleep(1)
-            played_game(f"http://127.0.0.1:{port}")
-        finally:
-            process.kill()
-
-
 if __name__ == "__main__":
-    verifiers_python, openenv_python = (str(Path(path).absolute()) for path in sys.argv[1:])  # not what they link to
-    asyncio.run(verifiers(verifiers_python))
-    openenv(openenv_python)
-    sys.stdout.write("verifiers and OpenEnv: as they should be\n")
+    asyncio.run(verifiers(str(Path(sys.argv[1]).absolute())))  # not what it links to
+    sys.stdout.write("verifiers: as it should be\n")

@@ -114,7 +114,6 @@ def gateway_target() -> Target:
     session = {
         "sampling": {"max_tokens": 9, "temperature": 1.0, "stop_token_ids": [1]},
         "limits": {"generations": 5, "age_s": 10.0},
-        "history_policy": "strict",
     }
     posts = {**bodies, "/v1/sessions": session}
     for path, body in bodies.items():

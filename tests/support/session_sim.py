@@ -10,7 +10,6 @@ from shoal.gateway.token_tree import (
     Attachment,
     Cause,
     Generation,
-    HistoryPolicy,
     OpenGeneration,
     TokenTree,
 )
@@ -278,8 +277,7 @@ class Simulation:
             sent = sent[:-2]
         if visible(shown) != visible(sent):
             raise Wrong(f"the client sent {sent!r}, the engine was shown {shown!r}")
-        segment = self.tree.policy is HistoryPolicy.TEMPLATE or attachment.cause is Cause.NO_BRIDGE
-        if held is None or segment:
+        if held is None or attachment.cause is Cause.NO_BRIDGE:
             return
         before = (self.log[held].prompt, self.log[held].completion.token_ids)
         answers = [m for m in conversation.messages if m.role is Role.ASSISTANT]

@@ -261,7 +261,7 @@ def test_the_answers_of_two_people_are_one_offer_signed_by_the_node(tmp_path: Pa
             ]
             author, offer = await at.offer()
             assert author == HERE.peer_id
-            assert offer.claim == Claim("letters", f"say {message}", message, checker='{"scorer": "exact"}')
+            assert offer.claim == Claim("letters", f"say {message}", message)
             assert (offer.generator, offer.rollouts) == (
                 GeneratorKind.PERSON,
                 (OfferedRollout("?"), OfferedRollout(message)),

@@ -16,7 +16,7 @@ from browser import Page, browser_path, chromium
 from shoal import wire
 from shoal.experience.log import FILE
 from shoal.net.identity import Identity
-from shoal.swarm.listing import listed
+from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
 from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
@@ -50,6 +50,17 @@ external_groups = 1
 """
 EVIL = "<img src=x onerror=\"document.title='owned'\"></pre><script>document.title='owned'</script>"
 QUESTIONS = {f"say {message}{n}": message for message in "abcdefgh" for n in range(4)}
+
+
+async def received(url: str, peer: str) -> Offer:
+    """The first offer of a peer."""
+    ingress = IngressFilter("reef", "")
+    async with NatsExchange(NatsOptions([url], "reef")) as exchange, asyncio.timeout(20):
+        while True:
+            for frame in await exchange.receive(256):
+                message = ingress.admit(frame, time.time())
+                if isinstance(message, VerifiedMessage) and message.peer_id == peer:
+                    return message.content
 
 
 @pytest.fixture
@@ -122,9 +133,8 @@ def test_a_question_answered_in_a_browser_becomes_an_offer_and_a_node_trains_on_
                 "document.getElementById('shared').textContent.startsWith('The answers to this question are offered')"
             )
             (config.parent / "page.png").write_bytes(await page.screenshot())
-            found, _ = await listed([server.url], "reef", 2.0)
-            (offer,) = [one for one in found if one["peer"] == peer]
-            assert (offer["question"], offer["rollouts"], offer["generator"]) == (question, 2, "person")
+            offer = await received(server.url, peer)
+            assert (offer.claim.question, len(offer.rollouts), offer.generator) == (question, 2, "person")
             await page.press("Enter")  # the focus went on to the button for another question
             assert await asked(page) != question
             assert page.complaints == []

@@ -1,7 +1,6 @@
 """Frames between members: in memory, and through real nats-server processes that are killed and restarted."""
 
 import asyncio
-import contextlib
 import datetime
 import ipaddress
 import json
@@ -9,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -22,15 +20,10 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import NameOID
 
 from benchmarks.memory_swarm import MemorySwarm
-from shoal import wire
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
-from shoal.net.identity import Identity
 from shoal.rehearsal.clock import run_virtual
-from shoal.swarm.listing import listed
-from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.nats import KEPT_PER_AUTHOR, MOST_BEHIND, NatsExchange
-from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
 from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import MOST_STORED_BYTES, NatsServer, ServerOptions, server_config
 from until import until
@@ -346,34 +339,6 @@ def test_servers_with_a_token_are_a_cluster_of_those_who_know_it(tmp_path: Path)
             writer.close()
 
     asyncio.run(main())
-
-
-def test_a_listing_that_reaches_no_server_says_why() -> None:
-    with pytest.raises(ExchangeUnavailable, match=r"none of the swarm's servers could be reached: .*[Cc]onnect"):
-        asyncio.run(listed([f"nats://127.0.0.1:{free_port()}"], "reef", 0.3))
-
-
-def test_a_listing_has_a_line_for_each_genuine_offer_and_counts_the_other_frames(tmp_path: Path) -> None:
-    author = Identity.fresh()
-    offer = Offer(
-        Claim("gcd", "gcd of 4 and 6?", "2"), (OfferedRollout("2"),) * 2, GeneratorKind.RULE, "m", time.time()
-    )
-    frame = Signer(author, "reef", session=1).frame(wire.encode(offer), time.time())
-
-    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
-        member = joined(server.url)
-        reading = asyncio.ensure_future(collected(member, 2))
-        await published(member, b"none", frame)
-        await reading
-        found: list[dict[str, str | int | float]] = []
-        while not found:
-            with contextlib.suppress(ExchangeUnavailable):
-                found, refused = await listed([server.url], "reef", 1.0)
-        (line,) = found
-        assert (line["peer"], line["question"], line["rollouts"]) == (author.peer_id, "gcd of 4 and 6?", 2)
-        assert refused == {"malformed": 1}
-
-    with_server(tmp_path, body)
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

@@ -245,35 +245,18 @@ def export(
     run: RunArgument,
     jsonl: Annotated[Path | None, typer.Option(help="A line per rollout.")] = None,
     parquet: Annotated[Path | None, typer.Option(help="A row per rollout.")] = None,
-    inspect: Annotated[Path | None, typer.Option(help="A log that Inspect's viewer reads, as .json.")] = None,
 ) -> None:
     """Write the rollouts of a run to a file."""
     from shoal.experience.export import export_jsonl, export_parquet
     from shoal.observe.export_extras import extras_of
 
-    if jsonl is None and parquet is None and inspect is None:
-        raise ShoalError("export: expected --jsonl FILE, --parquet FILE or --inspect FILE, got none")
+    if jsonl is None and parquet is None:
+        raise ShoalError("export: expected --jsonl FILE or --parquet FILE, got none")
     extras = extras_of(run)
     if jsonl is not None:
         print(f"{export_jsonl(run, jsonl, extras)} rollouts in {jsonl}")
     if parquet is not None:
         print(f"{export_parquet(run, parquet, extras)} rollouts in {parquet}")
-    if inspect is not None:
-        from shoal.observe.inspect_log import export_inspect
-
-        print(f"{export_inspect(run, inspect)} rollouts in {inspect}")
-
-
-@app.command(rich_help_panel=LOOK)
-def trace(
-    run: RunArgument,
-    out: Annotated[Path | None, typer.Option(help="The file; trace.json in the run when unset.")] = None,
-) -> None:
-    """Write a trace of work and waits for Perfetto or chrome://tracing."""
-    from shoal.observe.trace import write_trace
-
-    file = out or run / "trace.json"
-    print(f"{write_trace(run, file)} bars in {file}; open it at ui.perfetto.dev")
 
 
 @app.command(rich_help_panel=LOOK)

@@ -1,6 +1,5 @@
 """`shoal swarm ...` serves, joins and inspects a swarm."""
 
-import asyncio
 import json
 import sys
 import time
@@ -154,30 +153,6 @@ def invite(
     print(made["line"])
     if made["public_key"]:
         print(f"give the guest {nkey}, and the server's accounts the user {{ nkey: {made['public_key']} }}")
-
-
-@app.command()
-def offers(
-    server: Annotated[list[str], typer.Argument(metavar="URL...", help="Servers of the swarm.")],
-    name: Annotated[str, typer.Option(help="Name of the swarm.")] = "reef",
-    seconds: Annotated[float, typer.Option(min=0.1, help="How long to listen.")] = 3.0,
-    json_: JsonFlag = False,
-) -> None:
-    """List a swarm's offers, a line each; signatures are checked."""
-    from shoal.swarm.listing import listed
-
-    found, refused = asyncio.run(listed(server, name, seconds))
-    if json_:
-        print(json.dumps({"offers": found, "refused": refused}))
-        return
-    now_s = time.time()
-    for one in found:
-        age_s = now_s - float(str(one["sent_s"]))
-        print(
-            f"{one['peer']}  {age_s:6.0f} s  {one['service']:<20} {one['rollouts']:>3} x "
-            f"{one['generator']} {one['model']}"
-        )
-    print(f"{len(found)} offers; refused: {refused or 'none'}")
 
 
 @app.command()

@@ -101,9 +101,6 @@ class SwarmConfig(Section):
         "mine",
         description="Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these.",
     )
-    checkers: list[Literal["exact", "number", "math", "regex", "code"]] = Field(
-        [], description="Checkers for peers' questions that this node does not have; truths are the peers'."
-    )
     wait_s: float = Field(
         0.0,
         ge=0,

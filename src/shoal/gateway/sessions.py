@@ -12,7 +12,7 @@ from shoal.errors import ContextOverflow, SessionError
 from shoal.gateway.answer_request import AnswerRequest, SessionContext
 from shoal.gateway.conversation import Conversation, minted_id, session_name
 from shoal.gateway.samplers import Answering, AnswerSampler
-from shoal.gateway.token_tree import Attachment, Cause, Generation, HistoryPolicy, OpenGeneration, TokenTree
+from shoal.gateway.token_tree import Attachment, Cause, Generation, OpenGeneration, TokenTree
 from shoal.types import Message, Role, Sampling, ToolCall, seed_for
 
 ENDED = "session: it has ended; open a new one"
@@ -39,7 +39,6 @@ class OpenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: Sampling | None = None
     """Overrides the client's sampling parameters; the client may still ask for fewer tokens."""
     limits: SessionLimits = SessionLimits()
-    history_policy: HistoryPolicy = HistoryPolicy.PRESERVE
 
 
 DEFAULTS = OpenRequest()
@@ -80,7 +79,7 @@ class Session:
 
     def __init__(self, context: SessionContext, asked: OpenRequest, sampler: AnswerSampler) -> None:
         self.token = secrets.token_urlsafe(18)
-        self.tree = TokenTree(asked.history_policy, session_name(self.token))
+        self.tree = TokenTree(session_name(self.token))
         self.context = context
         self.ended = ""
         """Why the session ended; empty while it is open."""

@@ -17,23 +17,11 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from shoal.errors import HistoryDiverged
 from shoal.gateway.conversation import Conversation, chain, link
 from shoal.types import Completion, FinishReason, Message, Role, Turn
 
 TAIL_ROLES = frozenset({Role.TOOL, Role.USER})
 """Roles of messages that may follow an answer without rendering its conversation again."""
-
-
-class HistoryPolicy(StrEnum):
-    """Treatment of sampled tokens that a client or its template would leave out or change."""
-
-    PRESERVE = "preserve"
-    """Sampled tokens stay in context: only new messages follow a sampled answer."""
-    TEMPLATE = "template"
-    """A new user message renders the whole conversation again, for templates that drop earlier reasoning."""
-    STRICT = "strict"
-    """A request must extend the newest answer; any other request is refused."""
 
 
 class Cause(StrEnum):
@@ -45,8 +33,6 @@ class Cause(StrEnum):
     """No generation begins the conversation: it was edited or compacted, is a sub-agent's, or has other tools."""
     ROLES = "roles"
     """The new messages have roles other than tool and user."""
-    SEGMENT = "segment"
-    """The policy is `template`, and a user message came."""
     NO_BRIDGE = "no_bridge"
     """The template cannot render the new messages by themselves."""
 
@@ -105,9 +91,8 @@ class TokenTree:
     trainable in exactly one row; tokens of undelivered duplicates are in none.
     """
 
-    def __init__(self, policy: HistoryPolicy = HistoryPolicy.PRESERVE, name: str = "") -> None:
+    def __init__(self, name: str = "") -> None:
         """`name` is the prefix of its answers' ids, and not a secret."""
-        self.policy = policy
         self.name = name
         self.truncated = False
         """Whether the newest request did not fit the context; the caller sets it."""
@@ -135,7 +120,7 @@ class TokenTree:
     def attach(self, conversation: Conversation) -> Attachment:
         """Finds the deepest generation that the conversation begins with, and the messages after it.
 
-        The search compares hashes of messages and tokenises nothing. Raises `HistoryDiverged`.
+        The search compares hashes of messages and tokenises nothing.
         """
         if conversation.begun and self._continued(whole := conversation.answered):
             return self.attach(whole)
@@ -145,19 +130,15 @@ class TokenTree:
                 parent, tail = self._twin(self._by_hash[hashes[end]], messages[:end]), messages[end:]
                 continues = not tail and self._generations[parent].completion.finish_reason is not FinishReason.STOP
                 found = Attachment(conversation, parent, tail, None, hashes[-1], continues)
-                roles = {message.role for message in tail}
-                if not roles <= TAIL_ROLES:
-                    return self.detached(found, Cause.ROLES)
-                if self.policy is HistoryPolicy.TEMPLATE and Role.USER in roles:
-                    return self.detached(found, Cause.SEGMENT)
-                return self._checked(found)
+                bridged = TAIL_ROLES.issuperset(message.role for message in tail)
+                return found if bridged else self.detached(found, Cause.ROLES)
         cause = Cause.DIVERGED if self._generations or self.calls else Cause.FIRST
-        return self._checked(Attachment(conversation, None, messages, cause, hashes[-1]))
+        return Attachment(conversation, None, messages, cause, hashes[-1])
 
     def detached(self, attachment: Attachment, cause: Cause) -> Attachment:
-        """Attachment of the same conversation as a new root, to be rendered in full. Raises `HistoryDiverged`."""
+        """Attachment of the same conversation as a new root, to be rendered in full."""
         messages = attachment.conversation.messages
-        return self._checked(replace(attachment, parent=None, tail=messages, cause=cause, continues=False))
+        return replace(attachment, parent=None, tail=messages, cause=cause, continues=False)
 
     def open(self, attachment: Attachment, rendered_ids: Sequence[int], digest: str = "") -> OpenGeneration:
         """Begins a generation. `rendered_ids` are the whole prompt of a root, or else the bridge.
@@ -278,20 +259,6 @@ class TokenTree:
             messages += one.tail
             messages += () if later and later.continues else (one.message,)
         return tuple(messages)
-
-    def _checked(self, attachment: Attachment) -> Attachment:
-        """Raises `HistoryDiverged` where the policy is `strict` and the newest answer is not extended."""
-        if self.policy is not HistoryPolicy.STRICT or attachment.cause is Cause.FIRST:
-            return attachment
-        if attachment.cause is not None:
-            raise HistoryDiverged(
-                f"messages: expected the session's conversation and what follows it, got another ({attachment.cause}); "
-                "open a new session, or one with history_policy 'preserve'"
-            )
-        under_way = any(call.attachment.parent == attachment.parent for call in self.calls.values())
-        if under_way or self._children[attachment.parent]:
-            raise HistoryDiverged("messages: expected an extension of the newest answer, got one of an earlier answer")
-        return attachment
 
     def begun_tokens(self, attachment: Attachment) -> int:
         """Number of sampled tokens of the truncated answer that an attachment continues, over all its parts."""

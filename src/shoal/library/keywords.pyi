@@ -238,8 +238,6 @@ class SwarmSettings(TypedDict, total=False):
     """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also lowers unlikely tokens."""
     datasets: Literal["mine", "any"] | Sequence[str]
     """Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these."""
-    checkers: Sequence[Literal["exact", "number", "math", "regex", "code"]]
-    """Checkers for peers' questions that this node does not have; truths are the peers'."""
     wait_s: float
     """Seconds that a step waits for groups of peers; 0 takes those that are ready."""
     round_offers: int
@@ -378,8 +376,6 @@ class Settings(TrainSettings, total=False):
     """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also lowers unlikely tokens."""
     datasets: Literal["mine", "any"] | Sequence[str]
     """Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these."""
-    checkers: Sequence[Literal["exact", "number", "math", "regex", "code"]]
-    """Checkers for peers' questions that this node does not have; truths are the peers'."""
     wait_s: float
     """Seconds that a step waits for groups of peers; 0 takes those that are ready."""
     round_offers: int

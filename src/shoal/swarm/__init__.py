@@ -8,5 +8,4 @@ peer          base class of every participant of a swarm
 verification  the way of an offer from the ingress filter to the ready pool
 node          the peer that a training run takes groups from
 generator     a peer that does not train; `answerers` answer for it
-listing       offers of a swarm, for people
 """

@@ -19,7 +19,7 @@ from shoal.tasks.sdk import Definition, definition_at
 from shoal.types import Split
 
 WORKER_TIMEOUT_S = 600.0
-GAMES = ("guess_number", "hanoi", "calculator", "repair", "workspace")
+GAMES = ("guess_number", "hanoi", "calculator", "workspace")
 """Names of the tasks of many turns that come with Shoal, in `shoal.environments`."""
 
 

@@ -5,7 +5,6 @@ refusals      reasons of refusals, and what each says of an author
 rates         token buckets and bounded tables (pure)
 claim_verification  claims of peers matched with own tasks
 python_tasks  own Python tasks, run by `python_worker` in a sandbox
-questions_of_peers  questions with the peer's truth and an allow-listed checker (pure)
 limits        limits on the cost of one question or answer
 offer_reading  an offer as answers to an own task, and their scores
 encoding      peers' text as rows of this node's tokenizer (pure)

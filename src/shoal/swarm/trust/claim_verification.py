@@ -8,8 +8,7 @@ By default a node draws only its own datasets with its own settings, so a peer c
 
 A task of the Python SDK is drawn and played in a sandbox (`python_tasks`).
 
-A task without a receipt is looked up by its question among the node's own. With `swarm.checkers` other questions are
-taken with the peer's truth and checker (`questions_of_peers`). Tasks with a user's function or a judge as
+A task without a receipt is looked up by its question among the node's own. Tasks with a user's function or a judge as
 scorer are never matched, so peers' text does not reach those scorers.
 """
 
@@ -23,7 +22,6 @@ from shoal.errors import OtherRelease, OutOfBounds, TaskError
 from shoal.interfaces import Environment
 from shoal.swarm.trust.limits import USUAL, QuestionLimits
 from shoal.swarm.trust.python_tasks import PythonTasks, task_as_claimed
-from shoal.swarm.trust.questions_of_peers import checker_of, task_of_question
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.offer import Claim, Course, OfferedRollout
 from shoal.tasks.jsonl import JsonlService
@@ -75,7 +73,7 @@ class OwnTasks:
         if task.receipt is None:
             if _question(task) not in self._listed:
                 raise TaskError(f"{task.service}: its tasks have no receipts, and are in no file")
-            return Claim(task.service, _question(task), task.answer, checker=checker_of(task))
+            return Claim(task.service, _question(task), task.answer)
         spec = self._specs.get(task.receipt.dataset)
         if spec is None or self._drawer is None:
             raise TaskError(f"{task.service}: no dataset of this node")
@@ -100,9 +98,7 @@ class OwnTasks:
     async def _found(self, claim: Claim) -> Task | Reason:
         if claim.receipt is None:
             split, task = self._listed.get(claim.question, (Split.TRAIN, None))
-            if task is None:
-                return task_of_question(claim, self._bounds.checkers, self._limits.characters)
-            if task.answer != claim.truth:  # two honest nodes may have different files
+            if task is None or task.answer != claim.truth:  # two honest nodes may have different files
                 return Reason.UNKNOWN_TASK
             return Reason.HELD_OUT if split is Split.EVAL else task
         spec = self._spec(claim.receipt)

@@ -19,7 +19,6 @@ from shoal.errors import TaskError
 from shoal.interfaces import Renderer, Scorer
 from shoal.swarm.trust.encoding import Encoded, EncodedRollout, encode_offer
 from shoal.swarm.trust.ingress import Recogniser
-from shoal.swarm.trust.questions_of_peers import has_peers_truth
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.offer import Course, Offer, OfferedRollout
 from shoal.types import Reward, RewardStatus, Task
@@ -59,10 +58,6 @@ class OfferReader:
         task = await self.own.task(content.claim)
         if isinstance(task, Reason):
             return task
-        if has_peers_truth(task):  # the metadata is verified: the checker accepts its own truth
-            (own,) = await self.scorer.score(task, [task.answer or ""])
-            if own.status is not RewardStatus.SCORED or own.value < 1:
-                return Reason.UNSCORED
         if len(content.rollouts) > self.limits.answers:
             content = replace(content, rollouts=tuple(self.rng.sample(content.rollouts, self.limits.answers)))
         courses = list[tuple[OfferedRollout, Course]]()

@@ -18,7 +18,6 @@ from shoal.types import FinishReason, Group, Message, Receipt, Reward, Role, Rol
 MAX_ROLLOUTS = 64
 MAX_TURNS = 64
 MAX_CALLS = 16
-MAX_CHECKER_CHARACTERS = 16_384
 MAX_NAME_CHARACTERS = 200
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARACTERS)]
@@ -49,8 +48,6 @@ class Claim:
     """Releases besides reasoning-gym's that may have changed the question."""
     source: Digest = ""
     """SHA-256 of the Python task that drew the question; empty for tasks of other kinds."""
-    checker: Annotated[str, Meta(max_length=MAX_CHECKER_CHARACTERS)] = ""
-    """JSON object of checker and unit tests, for a question without a receipt; empty for tasks of other kinds."""
 
 
 @dataclass(frozen=True, slots=True)
