@@ -109,6 +109,10 @@ def test_every_section_says_what_it_is_about() -> None:
             "train.loss: expected not 'gmpo' with advantages that differ within a row (gae, turn_discount)",
         ),
         (
+            "train={loss = 'm2po', teacher = 'models/big'}",
+            "train.loss: expected not 'm2po' with a teacher or train.kl.where = 'reward', which change advantages",
+        ),
+        (
             "train={advantage = 'maxrl', overlong_tokens = 8}",
             "train.overlong_tokens: expected 0 with train.advantage = 'maxrl', whose rewards are 0 and 1",
         ),

@@ -234,6 +234,23 @@ def dppo(
     return total
 
 
+def m2po(
+    logp: Sequence[Tensor],
+    behav: Sequence[float],
+    advantage: Sequence[float],
+    mask: Sequence[int],
+    budget: float,
+) -> Tensor:
+    """M2PO, arXiv 2510.01161: sum of -M r A. Among the tokens that the advantage pushes further from r = 1, that of the
+    largest (log r)^2 is masked until the mean of the others' is at most the budget."""
+    outward = [t for t in range(len(mask)) if mask[t] == 1 and advantage[t] * (logp[t].item() - behav[t]) > 0]
+    square = {t: (logp[t].item() - behav[t]) ** 2 for t in outward}
+    while square and sum(square.values()) / len(square) > budget:
+        del square[max(square, key=lambda t: square[t])]
+    kept = [t for t in range(len(mask)) if mask[t] == 1 and (t not in outward or t in square)]
+    return sum((-torch.exp(logp[t] - behav[t]) * advantage[t] for t in kept), torch.zeros((), dtype=torch.float64))
+
+
 def maxrl(rewards: Sequence[int]) -> list[float]:
     """MaxRL, arXiv 2602.02710: of N answers with K right ones, the gradient is the mean of the right ones' scores less
     the mean of all, or nothing where K = 0. Weights of the scores, times N: a loss takes their mean."""

@@ -24,6 +24,7 @@ from shoal.config.training import (
     GRPOLoss,
     GSPOLoss,
     LossConfig,
+    M2POLoss,
     OwnLoss,
     PositiveOnlyLoss,
     ReinforceLoss,
@@ -32,7 +33,7 @@ from shoal.config.training import (
 )
 from shoal.errors import ConfigError
 from shoal.trainer.advantage import advantages
-from shoal.trainer.loss import kl, log_linear_prox, own_loss, to_go, token_loss
+from shoal.trainer.loss import kl, log_linear_prox, own_loss, square_bound, to_go, token_loss
 from shoal.trainer.packing import Size, token_weight
 from shoal.trainer.streams import Streams
 from shoal.trainer.trainer import Moment
@@ -47,6 +48,7 @@ ALL_LOSSES: list[LossConfig] = [
     GMPOLoss(),
     DPPOTVLoss(),
     DPPOKLLoss(),
+    M2POLoss(),
     CISPOLoss(),
     ReinforceLoss(),
     ReinforceLoss(weight_level="sequence", over_cap="mask"),
@@ -89,7 +91,9 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(mask=mask, rows=rows, **streams)
 
 
-def ours(case: Case, config: LossConfig, dtype: torch.dtype = torch.float64) -> tuple[float, list[float]]:
+def ours(
+    case: Case, config: LossConfig, dtype: torch.dtype = torch.float64, bound: float = math.inf
+) -> tuple[float, list[float]]:
     """Summed loss and its gradient by logp."""
     kept = [i for i, trained in enumerate(case.mask) if trained]
 
@@ -99,7 +103,7 @@ def ours(case: Case, config: LossConfig, dtype: torch.dtype = torch.float64) -> 
     logp_T = of_trained(case.theta).requires_grad_()
     row_T, rows = torch.tensor([case.rows[i] for i in kept], dtype=torch.long), max(case.rows, default=-1) + 1
     prox_T, behav_T, advantage_T = map(of_trained, (case.prox, case.behav, case.advantage))
-    loss = token_loss(Streams(logp_T, prox_T, behav_T, advantage_T, row_T, rows), config).loss_T.sum()
+    loss = token_loss(Streams(logp_T, prox_T, behav_T, advantage_T, row_T, rows, bound), config).loss_T.sum()
     loss.backward()
     assert logp_T.grad is not None
     gradient = dict(zip(kept, logp_T.grad.tolist(), strict=True))
@@ -207,6 +211,19 @@ def test_dppo_and_its_gradient_equal_the_definition(
     streams = (case.behav, case.advantage, case.mask)
     wanted = defined(case, lambda logp: reference.dppo(logp, *streams, divergence, low, high, cap or math.inf))
     assert_equal(ours(case, config), wanted)
+
+
+@given(cases(), st.floats(0.01, 1e3))
+def test_m2po_and_its_gradient_equal_the_definition(case: Case, budget: float) -> None:
+    case = replace(case, prox=case.theta)  # the bound is of the weights before the update
+    outward = [
+        (logp - behav) ** 2
+        for logp, behav, advantage, trained in zip(case.theta, case.behav, case.advantage, case.mask, strict=True)
+        if trained and advantage * (logp - behav) > 0
+    ]
+    bound = square_bound(torch.tensor(outward, dtype=torch.float64), budget)
+    wanted = defined(case, lambda logp: reference.m2po(logp, case.behav, case.advantage, case.mask, budget))
+    assert_equal(ours(case, M2POLoss(clip_high=budget), bound=bound), wanted)
 
 
 answers = st.lists(st.lists(st.floats(-20.0, -1e-4), min_size=1, max_size=5), min_size=2, max_size=6)

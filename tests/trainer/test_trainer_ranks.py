@@ -32,7 +32,11 @@ ROUNDED = "adapters on bfloat16"
 """Two ranks round activations between layers, too, as GPUs do; one rank's autocast rounds inputs of products only."""
 SHARDED = {
     "several updates": {"minibatches": 2, "weight_decay": 0.1},
-    "small micro-batches": {"tokens_per_microbatch": 16, "reset_optimizer_at_push": True},
+    "small micro-batches": {
+        "tokens_per_microbatch": 16,
+        "reset_optimizer_at_push": True,
+        "loss": {"name": "m2po", "clip_high": 0.05},
+    },
     "regularised": {"kl": {"coefficient": 0.1}, "entropy_bonus": 0.01},
     "adapters": {"lora": {"rank": 2, "alpha": 4.0}},
     "bfloat16": {"lr": 1e-3},

@@ -96,6 +96,17 @@ class DPPOKLLoss(DPPOTVLoss):
     clip_high: float = Field(0.05, gt=0, description="Divergence above which tokens that became likelier are masked.")
 
 
+class M2POLoss(Section):
+    """Mask the fewest tokens that bring the second moment of the log ratios within a bound (M2PO)."""
+
+    name: Literal["m2po"] = "m2po"
+    clip_high: float = Field(
+        0.04,
+        gt=0,
+        description="Mean squared log ratio of the kept tokens that leave 1; the largest are masked.",
+    )
+
+
 class CISPOLoss(_Bounded):
     """REINFORCE with importance weights clamped from above (MiniMax-M1); every token keeps a gradient."""
 
@@ -143,6 +154,7 @@ LossConfig: TypeAlias = Annotated[
     | GMPOLoss
     | DPPOTVLoss
     | DPPOKLLoss
+    | M2POLoss
     | CISPOLoss
     | ReinforceLoss
     | SoftAdaptiveLoss
@@ -262,6 +274,8 @@ class TrainConfig(Section):
         """Complaints about an advantage that does not fit another setting."""
         if self.loss.name == "gmpo" and (self.advantage == "gae" or self.turn_discount != 1):
             yield "train.loss: expected not 'gmpo' with advantages that differ within a row (gae, turn_discount)"
+        if self.loss.name == "m2po" and (self.teacher_model or (self.kl.coefficient and self.kl.where == "reward")):
+            yield "train.loss: expected not 'm2po' with a teacher or train.kl.where = 'reward', which change advantages"
         if self.advantage == "maxrl" and self.overlong_tokens:
             yield "train.overlong_tokens: expected 0 with train.advantage = 'maxrl', whose rewards are 0 and 1"
 

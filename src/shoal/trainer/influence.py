@@ -38,10 +38,10 @@ def influences(trainer: Trainer, step: Step) -> tuple[tuple[float, float], ...]:
     totals, by_tokens = StepTotals(trainer.device), trainer.loss_mean == "tokens"
     rows_each = first_of[-1] / len(step.shares)
     minibatches, fresh = trainer.ready(step, totals)
-    for k, minibatch in enumerate(minibatches):
-        if not minibatch.informative:
+    for k, each in enumerate(minibatches):
+        if not each.informative:
             continue
-        at = Moment(step.version, step.since_push, taken=k)
+        at, minibatch = Moment(step.version, step.since_push, taken=k), trainer.bounded(each)
         trainer.accumulate(minibatch, totals, at, fresh=k == 0 or fresh)
         whole = trainer.optimizer.gradients()
         clip, sensitivity = trainer.optimizer.sensitivity(whole)

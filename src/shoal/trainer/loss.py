@@ -24,6 +24,7 @@ from shoal.config.training import (
     GRPOLoss,
     GSPOLoss,
     LossConfig,
+    M2POLoss,
     OwnLoss,
     PositiveOnlyLoss,
     ReinforceLoss,
@@ -56,6 +57,8 @@ def token_loss(streams: Streams, config: LossConfig) -> TokenLoss:
             return gmpo(streams, config)
         case DPPOKLLoss() | DPPOTVLoss():
             return dppo(streams, config)
+        case M2POLoss():
+            return m2po(streams)
         case CISPOLoss():
             return weighted_reinforce(streams, config.weight_cap, level="token", over_cap="clamp")
         case ReinforceLoss():
@@ -170,6 +173,34 @@ def dppo(streams: Streams, config: DPPOTVLoss | DPPOKLLoss) -> TokenLoss:
     w_T, _, capped_T = _bounded(ratio_T, config.weight_cap, "clamp")
     loss_T = -torch.where(masked_T, 0.0, w_T) * A_T * streams.logp_T
     return TokenLoss(loss_T, ratio_T, masked_T=masked_T, capped_T=capped_T & ~masked_T)
+
+
+def m2po(streams: Streams) -> TokenLoss:
+    """Importance-weighted policy gradient without the update's tokens of the largest log ratios.
+
+    r = pi_theta / pi_behav,   loss = -M r A
+    M = 0 where (log pi_prox - log pi_behav)^2 > square_bound and A pushes r further from 1, else 1
+
+    `square_bound` is of the whole update: see `square_bound`. Takes and gives [T]. Source: M2PO (arXiv 2510.01161).
+    """
+    d_T = streams.prox_T - streams.behav_T
+    masked_T = (d_T * streams.advantage_T > 0) & (d_T.square() > streams.square_bound)
+    ratio_T = bounded_exp(streams.logp_T - streams.behav_T)
+    loss_T = -torch.where(masked_T, 0.0, ratio_T * streams.advantage_T)
+    return TokenLoss(loss_T, ratio_T.detach(), masked_T=masked_T)
+
+
+def square_bound(square_T: Tensor, most: float) -> float:
+    """Largest squared log ratio that `m2po` keeps: the mean of those up to it is at most `most`.
+
+    Takes [T], those of the tokens of an update whose advantage pushes the ratio further from 1.
+
+    >>> square_bound(torch.tensor([9.0, 0.0, 1.0]), most=0.5)
+    1.0
+    """
+    sorted_T = square_T.double().sort().values
+    within_T = sorted_T.cumsum(0) <= most * torch.arange(1, len(sorted_T) + 1, device=sorted_T.device)
+    return float(sorted_T[within_T].max()) if within_T.any() else 0.0
 
 
 def weighted_reinforce(streams: Streams, cap: float, *, level: Level, over_cap: OverCap) -> TokenLoss:

@@ -5,6 +5,7 @@ weights come from the whole update, all its rows on all ranks, before any filter
 number of ranks therefore add up to the same loss and gradient. Only `micro_batch` loads torch.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar
@@ -263,7 +264,9 @@ class MicroBatch:
     """Whether the batch stands for no rows: its weights are 0 and no statistic counts it. Ranks compute it to keep
     in step."""
     prox_N: "Tensor | None" = None
-    """Logprobs before the first update of the step, where they were computed; the next two fields are the critic's."""
+    """Logprobs before the first update of the step (M2PO: before this one), where they were computed."""
+    square_bound: float = math.inf
+    """Largest squared log ratio that M2PO keeps in the update; the next two fields are the critic's."""
     value_N: "Tensor | None" = None
     """Values before the first update of the step."""
     return_N: "Tensor | None" = None

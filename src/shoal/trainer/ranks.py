@@ -104,6 +104,18 @@ class Ranks:
         self.add_up(squares)
         return mean, (squares / count).sqrt()
 
+    def all_of(self, streams: Sequence[Tensor], device: torch.device | str) -> Tensor:
+        """Finite numbers [T] of all ranks."""
+        x_T = torch.cat([torch.zeros(0, device=device), *streams])
+        if self.count == 1:
+            return x_T
+        most = torch.tensor(len(x_T), device=device)
+        self.largest(most)
+        parts = [x_T.new_empty(int(most)) for _ in range(self.count)]
+        distributed.all_gather(parts, torch.cat([x_T, x_T.new_full((int(most) - len(x_T),), torch.inf)]))
+        gathered_T = torch.cat(parts)
+        return gathered_T[gathered_T.isfinite()]
+
     def least(self, number: int, device: str) -> int:
         """Least of the ranks' numbers, for what all must decide alike."""
         if self.count == 1 or distributed.get_backend() == distributed.Backend.FAKE:

@@ -7,6 +7,8 @@ Streams are all [T], one value for each trained token of a micro-batch, and of o
     behav_T      log pi_behav, as sampled; no gradient
     advantage_T  A
     row_T        int64, the row of the token, 0 .. rows - 1; sequence-level terms are per row
+
+`square_bound` is the largest squared log ratio that `m2po` keeps in the update.
 """
 
 import math
@@ -26,6 +28,7 @@ class Streams:
     advantage_T: Tensor
     row_T: Tensor
     rows: int
+    square_bound: float = math.inf
 
     def __post_init__(self) -> None:
         shapes = {stream.shape for stream in (self.logp_T, self.prox_T, self.behav_T, self.advantage_T, self.row_T)}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shoal.config import ModelConfig
-from shoal.config.training import DecoupledLoss, TrainConfig
+from shoal.config.training import DecoupledLoss, M2POLoss, TrainConfig
 from shoal.errors import ConfigError, TrainerError
 from shoal.model import MOST_LOGITS, MOST_LOGITS_OF_GPU
 from shoal.model.loading import DTYPES, resolve_device
@@ -27,7 +27,7 @@ from shoal.model.training_forward import Forward, fastest_forward, lay_out, prec
 from shoal.trainer import critic, packing
 from shoal.trainer.advantage import normalised_after_kl
 from shoal.trainer.fingerprint import fingerprint
-from shoal.trainer.loss import kl, log_linear_prox, to_go, token_loss
+from shoal.trainer.loss import kl, log_linear_prox, square_bound, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.models import TrainedModel
 from shoal.trainer.optim import Update
@@ -153,7 +153,7 @@ class Trainer(TrainedModel):
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
             at = Moment(step.version, step.since_push, taken=len(updates))
-            self.accumulate(minibatch, totals, at, fresh=k == 0 or wants_prox)
+            self.accumulate(self.bounded(minibatch), totals, at, fresh=k == 0 or wants_prox)
             # Without a gradient nothing is learned: moments and schedule stay unchanged.
             if minibatch.informative:
                 updates.append(self.take_update())
@@ -297,6 +297,19 @@ class Trainer(TrainedModel):
         kl_N = to_go(self._kl(batch, batch.behav_N), batch.row_N, len(batch.lengths))
         return replace(batch, advantage_N=batch.advantage_N - self._config.kl.coefficient * kl_N)
 
+    def bounded(self, minibatch: Minibatch) -> Minibatch:
+        """Minibatch with the bound of M2PO, which all its tokens under the present weights decide."""
+        if not isinstance(self._config.loss, M2POLoss):
+            return minibatch
+        minibatch = _changed(minibatch, self._with_prox)
+        squares = []
+        for batch in minibatch.batches:
+            assert batch.prox_N is not None
+            d_N = batch.prox_N - batch.behav_N
+            squares.append(d_N[(d_N * batch.advantage_N > 0) & (not batch.idle)].square())
+        bound = square_bound(self._ranks.all_of(squares, self.device), self._config.loss.clip_high)
+        return _changed(minibatch, lambda batch: replace(batch, square_bound=bound))
+
     @torch.no_grad()
     def _with_gae(self, batch: MicroBatch) -> MicroBatch:
         """Micro-batch with advantages by GAE; its `advantage_N` held the rewards."""
@@ -331,7 +344,9 @@ class Trainer(TrainedModel):
                 age_N = at.age(batch.version_N, config)
                 prox_N = log_linear_prox(logp_N, batch.behav_N, age_N, at.taken)
             penalty_N, advantage_N, kl_N = self._against_reference(batch, logp_N)
-            streams = Streams(logp_N, prox_N, batch.behav_N, advantage_N, batch.row_N, rows=len(batch.lengths))
+            streams = Streams(
+                logp_N, prox_N, batch.behav_N, advantage_N, batch.row_N, len(batch.lengths), batch.square_bound
+            )
             terms = token_loss(streams, config.loss)
             loss_N = terms.loss_T + penalty_N - config.entropy_bonus * entropy_N
             if outputs.value_N is not None:
