@@ -207,10 +207,10 @@ site: $(VENV)/dev-installed
 null_runs: $(VENV)/dev-installed
 	$(BIN)/python tests/support/null_runs.py 1000 1000 $(SEED)
 
-# How soon a worse Version is back and a better one promoted, a JSON line per case; minutes.
+# How soon a worse Version is back and a better one promoted, a JSON line per case; half an hour.
 .PHONY: promotions
 promotions: $(VENV)/dev-installed
-	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/promotions.py 300 $(SEED)
+	@PYTHONPATH=src:tests/support $(BIN)/python tests/support/promotions.py 1000 $(SEED)
 
 # Whether forecasts of 200 cheap runs hold, a JSON line per run and one of the coverage; minutes.
 .PHONY: cheap_runs

@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 MEANS = np.linspace(0, 1, 1001)
 LARGEST_BET = 0.75
 """Share of the capital that a bet may lose."""
+EFFECTS = np.linspace(-1, 1, 401)
+STAKES = np.array([[0.05], [0.1], [0.2], [0.4], [0.6]])
+"""Shares of the capital that the gamblers of `EffectBounds` may lose in a bet."""
 
 
 @dataclass(slots=True)
@@ -59,3 +62,46 @@ class MeanBounds:
         small, large = MEANS[self._above >= refuted], MEANS[self._below >= refuted]  # capital is monotone in m
         self.low = max(self.low, 2 * float(small.max()) - 1 if small.size else -1.0)
         self.high = min(self.high, 2 * float(large.min()) - 1 if large.size else 1.0)
+
+
+@dataclass(slots=True)
+class EffectBounds:
+    """Bounds of an effect: the mean outcome in [0, 1] of what a coin gave the new kind, less that of the others.
+
+    An outcome y, whose coin showed the new kind with `chance` p, has the value (y - c) (is_new - p) / (p (1 - p)). Its
+    mean is the effect (Horvitz and Thompson, 1952), for any c that was known before. c is the mean outcome so far,
+    which keeps the values small. Gamblers with the stakes `STAKES` and equal parts of the capital bet against each
+    effect.
+
+    >>> bounds = EffectBounds(error=0.05)
+    >>> for _ in range(40):
+    ...     for is_new, outcome in ((True, 1.0), (False, 0.0), (True, 1.0), (False, 1.0)):
+    ...         bounds.add(is_new, 0.5, outcome)
+    >>> 0.1 < bounds.low < 0.5 < bounds.high
+    True
+    """
+
+    error: float
+    """Probability that the effect is ever outside; half of it on each side."""
+    low: float = -1.0
+    high: float = 1.0
+    _count: int = 1
+    _sum: float = 0.5
+    _above: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(STAKES), len(EFFECTS))))  # log capital
+    _below: NDArray[np.float64] = field(default_factory=lambda: np.zeros((len(STAKES), len(EFFECTS))))
+
+    def add(self, is_new: bool, chance: float, outcome: float) -> None:
+        """Takes the next outcome. Raises `ValueError` for numbers outside [0, 1], chances of 0 and 1, and nan."""
+        if not (0 <= outcome <= 1 and 0 < chance < 1):
+            raise ValueError(f"expected an outcome in [0, 1] of a chance in (0, 1), got {outcome} and {chance}")
+        usual = self._sum / self._count
+        value = (outcome - usual) * (is_new - chance) / (chance * (1 - chance))
+        least = -max(usual / chance, (1 - usual) / (1 - chance))  # of all values that could have come
+        most = max((1 - usual) / chance, usual / (1 - chance))
+        self._above += np.log1p(STAKES * (value - EFFECTS) / np.maximum(EFFECTS - least, 1e-9))
+        self._below += np.log1p(STAKES * (EFFECTS - value) / np.maximum(most - EFFECTS, 1e-9))
+        self._count, self._sum = self._count + 1, self._sum + outcome
+        refuted = log(2 * len(STAKES) / self.error)
+        small = EFFECTS[np.logaddexp.reduce(self._above) >= refuted]  # capital is monotone in the effect
+        large = EFFECTS[np.logaddexp.reduce(self._below) >= refuted]
+        self.low, self.high = max([self.low, *small[-1:].tolist()]), min([self.high, *large[:1].tolist()])

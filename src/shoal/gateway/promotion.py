@@ -1,28 +1,25 @@
 """Promotion of a new Version to the users of a model server, and its return when it is worse.
 
-A share of the sessions goes to the new Version, and the application reports how a session went, from 0 to 1. Of
-each `SET` outcomes in a row, the mean of the new Version's less that of the old one's is a value of the confidence
-sequence of `shoal compare`. The share grows with these values, to all once the new Version is surely better; a Version
-that is surely worse gets none.
+A share of the sessions goes to the new Version, and the application reports how a session went, from 0 to 1. Each
+outcome moves the bounds of the difference that the new Version makes. The share grows with the outcomes, to all once
+the new Version is surely better; a Version that is surely worse gets none.
 """
 
 import re
 import sqlite3
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from http import HTTPStatus
 from pathlib import Path
 from random import Random
-from statistics import fmean
 from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from shoal.confidence import MeanBounds
+from shoal.confidence import EffectBounds
 from shoal.errors import RunDirError
 from shoal.gateway.conversation import session_name
 from shoal.gateway.fields import Refusal
@@ -40,10 +37,8 @@ OPEN_TIMEOUT_S = 1.0
 _NAME = re.compile(r"(?:^|[-_])([0-9a-f]{16})(?:-\d+)?$")  # at the end of the ids of all dialects
 ERROR = 0.05
 """Probability that a Version that is not better is ever promoted, and that one that is not worse is ever returned."""
-SET = 4
-"""Outcomes of sessions drawn with equal chances that give a value, if both Versions are among them."""
-BLOCKS = ((8, 2), (4, 4), (0, 8))
-"""Values from which on one of so many sessions is of the new Version, by chance."""
+BLOCKS = ((32, 2), (16, 4), (0, 8))
+"""Outcomes from which on one of so many sessions is of the new Version, by chance."""
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS sessions (
   pair TEXT, name TEXT, is_new INTEGER, block INTEGER, outcome REAL, place INTEGER, PRIMARY KEY (pair, name)
@@ -71,9 +66,8 @@ class Report(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Promotion:
     """Trial of a new Version: while it lasts, a session is answered by either the old or the new one.
 
-    Which one is drawn before the session's first answer. If the Versions are equal, the outcomes of a set could belong
-    to the Versions in any order, so a value has mean 0 given those before it, whenever outcomes come and for whichever
-    sessions. So each bound is wrong with `ERROR`.
+    Which one is drawn before the session's first answer. If the Versions are equal, an outcome says nothing of that
+    draw, whenever outcomes come and for whichever sessions. So each bound is wrong with `ERROR`.
 
     Invariant: a session is on the disk before its first token is sampled, and an outcome before it is acknowledged. The
     next process finds the same values, and so the same stage.
@@ -86,9 +80,8 @@ class Promotion:
         """
         self._pair, self._rng, self._on_end = pair, rng, on_end
         self.stage = Stage.TRIAL
-        self._bounds = MeanBounds(2 * ERROR)
+        self._bounds = EffectBounds(2 * ERROR)
         self._lost = ""
-        self._sets: defaultdict[int, list[tuple[bool, float]]] = defaultdict(list)  # unfinished, by block
         self._sums, self._counts = [0.0, 0.0], [0, 0]
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +113,7 @@ class Promotion:
 
     @property
     def _block(self) -> int:
-        return next(block for least, block in BLOCKS if self._bounds.count >= least)
+        return next(block for least, block in BLOCKS if sum(self._counts) >= least)
 
     def is_new(self, name: str) -> bool:
         """Whether the new Version answers the session `name`; draws it at its first answer."""
@@ -175,17 +168,11 @@ class Promotion:
     def _take(self, is_new: bool, block: int, outcome: float) -> None:
         self._sums[is_new] += outcome
         self._counts[is_new] += 1
-        self._sets[block].append((is_new, outcome))
-        if len(self._sets[block]) < SET:
-            return
-        whole = self._sets.pop(block)
-        old, new = ([one for is_new, one in whole if is_new == which] for which in (False, True))
-        if old and new and self.stage is Stage.TRIAL:
-            self._bounds.add(fmean(new) - fmean(old))
-            if self._bounds.low > 0:
-                self.stage = Stage.PROMOTED
-            elif self._bounds.high < 0:
-                self.stage = Stage.RETURNED
+        self._bounds.add(is_new, 1 / block, outcome)
+        if self.stage is Stage.TRIAL and self._bounds.low > 0:
+            self.stage = Stage.PROMOTED
+        elif self.stage is Stage.TRIAL and self._bounds.high < 0:
+            self.stage = Stage.RETURNED
 
     def lose(self, why: str) -> None:
         """Ends the trial of this process without a verdict: the old Version answers all. The next process goes on."""
