@@ -39,17 +39,18 @@ def main(arguments: list[str]) -> None:
         rows = PARTS[name]()
         _write(options.results / f"{name}.json", {**_where(began_s), "rows": rows})
     if options.seeds:
-        script = [sys.executable, "tests/support/rehearsal_faults.py", str(options.first), str(options.seeds)]
-        began_s = time.process_time()
-        done = subprocess.run(script, cwd=ROOT, check=True, capture_output=True, text=True)
-        _write(options.results / "faults.json", {**_where(began_s), **json.loads(done.stdout.splitlines()[-1])})
+        script = [sys.executable, "tests/support/rehearsal_seeds.py", str(options.first), str(options.seeds)]
+        with (options.results / "faults.jsonl").open("w") as file:
+            print(json.dumps(_where(time.process_time())), file=file, flush=True)
+            subprocess.run(script, cwd=ROOT, check=True, stdout=file)
     print(json.dumps(figures(options.results)))
 
 
 def figures(results: Path) -> dict[str, object]:
     """The figures of the files of results."""
     found = {name: json.loads((results / f"{name}.json").read_text())["rows"] for name in PARTS}
-    faults = json.loads((results / "faults.json").read_text()) if (results / "faults.json").is_file() else {}
+    file = results / "faults.jsonl"
+    faults = list(map(json.loads, file.read_text().splitlines()[1:])) if file.is_file() else []
     own = [row for row in found["own_runs"] if not row["fitted"]]
     return {
         "configs": len(own),
@@ -59,8 +60,8 @@ def figures(results: Path) -> dict[str, object]:
         "staleness_error": round(median(abs(row["error"]) for row in found["closed_form"]), 4),
         "step_times": len(found["step_times"]),
         "step_time_error": round(median(abs(row["error"]) for row in found["step_times"]), 3),
-        "fault_seeds": faults.get("fault_seeds", 0),
-        "violations": sum(faults.get(kind, 0) for kind in ("lost", "doubled", "stale", "standstills")),
+        "fault_seeds": sum(row["fault_seeds"] for row in faults),
+        "violations": sum(row[kind] for row in faults for kind in ("lost", "doubled", "stale", "standstills")),
     }
 
 

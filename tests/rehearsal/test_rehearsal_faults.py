@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from rehearsal_faults import KINDS, run_seed, run_seeds
+from rehearsal_faults import KINDS, run_seed
+from rehearsal_seeds import run_seeds
 
 SEEDS = 40
 

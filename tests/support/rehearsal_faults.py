@@ -1,9 +1,10 @@
 """Faults at any await of the real control code, on a virtual clock: `make rehearsal` runs many seeds.
 
 One seed is one run of a few steps. Its main process is killed between two turns of its event loop, several times, and
-goes on from its log. Engines hang, are cut off or lose their weights; disks are slow; the clock jumps. The trainer
-keeps the groups of each step, a Version's file names that history, and an engine samples under it, so every promise is
-checked against what was done:
+goes on from its log. Engines hang, are cut off or lose their weights, and what they hear and say comes late and in
+another order; the trainer ends or hangs before or after a step; scorers and disks are slow; the clock jumps. The
+trainer keeps the groups of each step, a Version's file names that history, and an engine samples under it, so every
+promise is checked against what was done:
 
     lost         a step, or a group that is not accounted for (`shoal audit`)
     doubled      a group trained twice, or a history that the log does not have
@@ -13,12 +14,9 @@ checked against what was done:
 
 import asyncio
 import contextlib
-import gc
 import json
 import random
 import shutil
-import sys
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import aclosing, closing
@@ -29,7 +27,7 @@ from typing import Any, TypeVar
 
 from shoal.config import Config
 from shoal.engine.pool.engine_pool import EnginePool
-from shoal.errors import EngineUnavailable, ShoalError, StoodStill
+from shoal.errors import ChildDied, EngineUnavailable, ShoalError, StoodStill
 from shoal.experience.audit import audit
 from shoal.experience.buffer import Buffer
 from shoal.interfaces import EngineInfo
@@ -110,11 +108,20 @@ class HistoryTrainer(RehearsedTrainer):
     """Trainer whose weights are the groups that it was trained on, step by step."""
 
     world: World = field(kw_only=True)
+    dice: random.Random = field(kw_only=True)
+    faults: float = field(kw_only=True)
     history: History = ()
+
+    async def _fault(self) -> None:
+        if self.dice.random() < self.faults:
+            if self.dice.random() < 0.5:
+                raise ChildDied("the trainer ended")
+            await asyncio.sleep(300 * self.dice.random())
 
     async def step(  # type: ignore[no-untyped-def]
         self, groups: Sequence[tuple[Sample, ...]], version: int | None = None, since_push: int = 0, **more
     ):
+        await self._fault()
         stats = await RehearsedTrainer.step(self, groups, version, since_push, **more)
         assert version is not None
         bound = self.world.config.asynchrony.max_staleness
@@ -124,6 +131,7 @@ class HistoryTrainer(RehearsedTrainer):
                 self.world.violations["stale"].append(f"a row of version {oldest} was trained under {version}")
         self.history = (*self.history, tuple(group[0].tokens[0] for group in groups))
         self.world.history = self.history
+        await self._fault()
         return stats
 
     async def write_version(self, path: Path | None, *, push: bool = True, later: bool = False) -> float:
@@ -147,7 +155,7 @@ def _write(path: Path, history: History) -> None:
 
 def _history(path: Path) -> History:
     """History in a file; empty for the folder of the first weights."""
-    return tuple(tuple(step) for step in json.loads(path.read_text())) if path.is_file() else ()
+    return () if path.is_dir() else tuple(tuple(step) for step in json.loads(path.read_text()))
 
 
 class FaultyEngine(RehearsedEngine):
@@ -157,7 +165,7 @@ class FaultyEngine(RehearsedEngine):
         lengths = dice.choice(((5,), (1, 200), (5, 5, 5, 5, 600)))
         cost = EngineCost(0.05, prefill_s=1e-4, load_s=dice.choice((0.0, 1.0)), places=4)
         super().__init__(cost, lambda rng: rng.choice(lengths), 10, 5, 1000)
-        self._world, self._history = world, ()
+        self._world, self._dice, self._late_s = world, dice, dice.choice((0.0, 0.0, 0.05, 3.0))
         at, self._faults = 0.0, list[tuple[float, float, bool]]()
         for _ in range(dice.randint(0, 4)):
             at += dice.expovariate(1 / 30)
@@ -166,6 +174,9 @@ class FaultyEngine(RehearsedEngine):
             at = ends
 
     async def _reached(self) -> None:
+        """One way of a message: late by chance, so that it comes after a later one."""
+        if self._late_s:
+            await asyncio.sleep(self._dice.random() * self._late_s)
         now_s = asyncio.get_running_loop().time()
         for began_s, ends_s, hangs in self._faults:
             if began_s <= now_s < ends_s:
@@ -190,7 +201,10 @@ class FaultyEngine(RehearsedEngine):
 
     async def update_weights(self, version: int, path: Path) -> None:
         await self._reached()
-        history = _history(path)
+        try:
+            history = _history(path)
+        except FileNotFoundError as error:
+            raise EngineUnavailable(str(error)) from error
         await super().update_weights(version, path)
         await self._reached()
         self._world.served[version].add(history)
@@ -203,13 +217,15 @@ class FaultyEngine(RehearsedEngine):
         self.version = 0
 
 
-async def life(world: World, dice: random.Random) -> None:
+async def life(world: World, dice: random.Random, trainer_faults: float) -> None:
     """One process of a run, from its start to its end."""
     loop, config, run_dir = asyncio.get_running_loop(), world.config, world.run_dir
     resume = (run_dir / "log.sqlite").is_file()
     buffer = Buffer.open(run_dir, run_meta(config), max_running=groups_at_once(config), resume=resume)
+    trained_s, slow_s = dice.choice((0.1, 2.0)), dice.choice((0.0, 0.0, 1.0, 60.0))
+    cost, trainer_cost = EngineCost(0.05, places=4), TrainerCost(trained_s, 0.0)
     scene = Scene(
-        config, EngineCost(0.05, places=4), ENGINES, TrainerCost(dice.choice((0.1, 2.0)), 0.0), lambda rng: 100, 40, 5
+        config, cost, ENGINES, trainer_cost, lambda rng: 100, 40, 5, lambda rng: slow_s * rng.random() ** 4, scorers=2
     )
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -217,7 +233,7 @@ async def life(world: World, dice: random.Random) -> None:
             engines = [FaultyEngine(world, dice) for _ in range(ENGINES)]
             background = [tasks.create_task(_joined(pool, f"engine-{i}", one)) for i, one in enumerate(engines)]
             background += [tasks.create_task(pool.watch()), tasks.create_task(_losing(engines, dice))]
-            trainer = HistoryTrainer(scene.trainer, 5, world=world)
+            trainer = HistoryTrainer(scene.trainer, 5, world=world, dice=dice, faults=trainer_faults)
             with closing(Trackers(JsonlTracker(run_dir / "metrics.jsonl", loop.time))) as trackers:
                 async with aclosing(policy_of(scene, run_dir, buffer, pool, trainer, trackers)) as policy:
                     eval_tasks = [policy.prepared.service.draw(Split.EVAL, 0)]
@@ -250,7 +266,7 @@ async def _losing(engines: Sequence[FaultyEngine], dice: random.Random) -> None:
 def lived(world: World, dice: random.Random, dies_at: float) -> bool:
     """Runs one process; False when it was killed."""
     loop = MortalLoop(dice, dies_at)
-    main = loop.create_task(life(world, dice))
+    main = loop.create_task(life(world, dice, dice.choice((0.0, 0.03)) if dies_at < float("inf") else 0.0))
     loop.call_later(DAY_S, partial(_too_long, world, main))
     try:
         loop.run_until_complete(main)
@@ -364,26 +380,3 @@ def _check(world: World) -> None:
         length = min(version * world.config.train.push_every, world.config.train.steps)
         if any(one != world.history[: len(one)] or len(one) != length for one in histories):
             world.violations["stale"].append(f"version {version} has {len(histories)} histories: {histories}")
-
-
-def run_seeds(seeds: Sequence[int]) -> dict[str, object]:
-    """Sums over many seeds, and the first seeds that broke a promise."""
-    totals, lives, failing = dict.fromkeys(KINDS, 0), 0, dict[int, dict[str, list[str]]]()
-    gc.disable()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
-        for index, seed in enumerate(seeds):
-            world = run_seed(seed, Path(folder))
-            lives += world.lives
-            for kind, found in world.violations.items():
-                totals[kind] += bool(found)
-            if any(world.violations.values()):
-                failing[seed] = {kind: found for kind, found in world.violations.items() if found}
-            if index % 50 == 49:
-                gc.collect()
-    gc.enable()
-    return {"fault_seeds": len(seeds), "processes": lives, **totals, "failing": dict(list(failing.items())[:5])}
-
-
-if __name__ == "__main__":
-    first, number = map(int, sys.argv[1:3])
-    print(json.dumps(run_seeds(range(first, first + number))))
