@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from null_runs import null_runs, power
-from shoal.confidence import MeanBounds
+from shoal.confidence import STAKES, EffectBounds, MeanBounds
 from shoal.experience.held_out import HeldOutAnswer, write_answers
 from shoal.rollout.comparison import Comparison, certified, compared
 from shoal.types import Message, Reward, RewardStatus, Role, RolloutStatus
@@ -62,6 +62,48 @@ def test_swapped_models_swap_the_bounds() -> None:
 def test_a_value_outside_the_range_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match=r"expected a number in \[-1, 1\]"):
         MeanBounds(0.05).add(value)
+
+
+Drawn = list[tuple[bool, float, float]]
+DRAWN = st.lists(st.tuples(st.booleans(), st.sampled_from([1 / 8, 1 / 4, 1 / 2, 0.9]), st.floats(0, 1)), max_size=40)
+
+
+def capital(drawn: Drawn, effect: float, sign: int) -> float:
+    """Mean capital of the gamblers who bet that the effect is larger (sign 1) or smaller (-1), outcome by outcome."""
+    ends = []
+    for stake in STAKES[:, 0]:
+        money, outcomes = 1.0, [0.5]
+        for is_new, chance, outcome in drawn:
+            usual = sum(outcomes) / len(outcomes)
+            of_new, of_old = (
+                (lambda y, c=usual, p=chance: (y - c) / p),
+                (lambda y, c=usual, p=chance: (c - y) / (1 - p)),
+            )
+            possible = [sign * (of(y) - effect) for of in (of_new, of_old) for y in (0, 1)]
+            money *= 1 + stake / max(-min(possible), 1e-9) * sign * ((of_new if is_new else of_old)(outcome) - effect)
+            outcomes.append(outcome)
+        ends.append(money)
+    return float(np.mean(ends))
+
+
+@given(DRAWN)
+def test_an_effect_is_refuted_once_the_capital_against_it_is_large(drawn: Drawn) -> None:
+    bounds, lows, highs = EffectBounds(0.2), [-1.0], [1.0]
+    for at, (is_new, chance, outcome) in enumerate(drawn):
+        bounds.add(is_new, chance, outcome)
+        grid = [round(-1 + 0.005 * i, 3) for i in range(401)]
+        lows.append(max([-1.0, *(one for one in grid[::40] if capital(drawn[: at + 1], one, 1) >= 10)]))
+        highs.append(min([1.0, *(one for one in grid[::40] if capital(drawn[: at + 1], one, -1) >= 10)]))
+    assert max(lows) <= bounds.low + 1e-9
+    assert bounds.low < max(lows) + 0.2
+    assert min(highs) >= bounds.high - 1e-9
+    assert bounds.high > min(highs) - 0.2
+
+
+@pytest.mark.parametrize("wrong", [(0.5, 1.1), (0.5, float("nan")), (0.0, 1.0), (1.0, 1.0)])
+def test_an_outcome_or_a_chance_outside_the_range_is_refused(wrong: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match=r"an outcome in \[0, 1\]"):
+        EffectBounds(0.05).add(True, *wrong)
 
 
 def test_sharpening_and_a_new_skill_are_told_apart() -> None:
