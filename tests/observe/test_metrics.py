@@ -8,7 +8,6 @@ import resource
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from shoal.config import MetricsConfig
 from shoal.errors import ConfigError, RunDirError
-from shoal.observe.metrics import JsonlTracker, PrometheusTracker, Record, read_records, trackers_of
+from shoal.observe.metrics import JsonlTracker, Record, read_records, trackers_of
 from shoal.observe.names import ANSWER_NAMES, CHARTS, EVAL_NAMES, STEP_NAMES
 
 
@@ -92,30 +91,6 @@ def test_metrics_that_cannot_be_written_are_refused(tmp_path: Path) -> None:
         trackers_of(MetricsConfig(), tmp_path / "missing")
 
 
-def test_prometheus_serves_the_newest_values_and_sums_the_counts(tmp_path: Path) -> None:
-    trackers = trackers_of(MetricsConfig(trackers=["prometheus:0"]), tmp_path)
-    trackers.log(1, {"reward": 0.25, "failed": 2})
-    trackers.log(2, {"reward": 0.5, "reward/chain_sum": 0.5, "failed": 1})
-    trackers.log_eval(2, {"sampled": 0.75, "sampled/chain_sum": 0.75, "greedy": None})
-    lines = scraped(trackers.prometheus_port).splitlines()
-    trackers.close()
-    assert "shoal_step 2.0" in lines
-    assert "shoal_reward 0.5" in lines
-    assert 'shoal_task_reward{task="chain_sum"} 0.5' in lines
-    assert "shoal_failed_total 3.0" in lines
-    assert "shoal_eval_sampled 0.75" in lines
-    assert 'shoal_task_eval_sampled{task="chain_sum"} 0.75' in lines
-    assert not any(line.startswith("shoal_eval_greedy") for line in lines)
-
-
-def test_prometheus_listens_on_loopback_only_and_a_taken_port_is_refused(tmp_path: Path) -> None:
-    tracker = PrometheusTracker(0)
-    assert tracker._server.server_address[0] == "127.0.0.1"
-    with pytest.raises(ConfigError, match="expected a free port"):
-        trackers_of(MetricsConfig(trackers=[f"prometheus:{tracker.port}"]), tmp_path)
-    tracker.close()
-
-
 @pytest.mark.parametrize("extra", ["tensorboard", "wandb"])
 def test_an_adapter_logs_or_names_the_extra_that_brings_it(extra: str, tmp_path: Path) -> None:
     config = MetricsConfig(trackers=[f"{extra}:test"])
@@ -140,11 +115,6 @@ def test_every_name_has_a_sentence() -> None:
 def test_every_chart_draws_numbers_that_are_recorded() -> None:
     known = {name.partition("<")[0] for name in (*STEP_NAMES, *EVAL_NAMES)}
     assert {name for charts in CHARTS.values() for chart in charts for name in (*chart.steps, *chart.evals)} <= known
-
-
-def scraped(port: int | None) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
-        return str(answer.read().decode())
 
 
 @contextmanager

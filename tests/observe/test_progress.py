@@ -173,10 +173,10 @@ def test_a_warning_stays_in_the_panel_when_other_events_come() -> None:
     why = "scorer: failed: mine:boom: ZeroDivisionError: division by zero (mine.py:2 in boom)"
     events: list[Record] = [
         {"kind": "event", "name": "rollout_failed", "time_s": 0.0, "reason": why},
-        {"kind": "event", "name": "prometheus", "time_s": 0.0, "url": "http://127.0.0.1:1"},
+        {"kind": "event", "name": "engine_lost", "time_s": 0.0, "reason": "http://127.0.0.1:1"},
     ]
     last = shown_on_a_terminal(events).rpartition("╭")[2]
-    assert "prometheus" in last
+    assert "engine_lost" in last
     assert "ZeroDivisionError" in last
 
 

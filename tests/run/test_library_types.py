@@ -63,7 +63,7 @@ CONFIG = """
 strict = True
 follow_imports = silent
 error_summary = False
-[mypy-torch.*,transformers.*,starlette.*,uvicorn.*,aiohttp.*,matplotlib.*,numpy.*,rich.*,prometheus_client.*]
+[mypy-torch.*,transformers.*,starlette.*,uvicorn.*,aiohttp.*,matplotlib.*,numpy.*,rich.*]
 follow_imports = skip
 """
 

@@ -35,7 +35,7 @@ def group(id_: str, token: int) -> Group:
 
 
 def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path) -> None:
-    settings = {"train": {"groups_per_step": 4, "minibatches": 2}, "swarm": {"credit": "group_drop"}}
+    settings = {"train": {"groups_per_step": 4, "minibatches": 2}, "swarm": {"credit": "group_likely"}}
     config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], **settings})
 
     async def main() -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import random
 import resource
-import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from shoal.observe.metrics import Record
 from shoal.run.commands.plan import check_urls, plan
 from shoal.run.machine.memory import check_fits, trainer_mesh
 from shoal.run.policy import ServedVersions
-from shoal.run.prepare import check_scores, check_start, prepare
+from shoal.run.prepare import check_scores, prepare
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import changed_settings, run_meta, write_resolved
 from shoal.run.training import run_training, train
@@ -128,21 +127,6 @@ def test_a_model_whose_training_exceeds_the_machine_s_memory_is_refused(tmp_path
         ConfigError, match=r"model\.path: expected a model whose training fits .* Set train\.lora\.rank"
     ):
         check_fits(config, tiny_model_dir, needed - 1)
-
-
-def test_a_port_of_metrics_that_is_taken_is_refused_before_the_start(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        tree: Any = {
-            "run_dir": str(tmp_path / "run"),
-            "tasks": [{"name": "gcd"}],
-            "metrics": {"trackers": [f"prometheus:{port}"]},
-        }
-        with pytest.raises(
-            ConfigError, match=f"metrics.trackers: prometheus:{port}: .*expected a free one on 127.0.0.1, got {port}"
-        ):
-            check_start(parse(tree))
-    check_start(parse(tree))
 
 
 class Marks:

@@ -1,12 +1,13 @@
 """What foreign answers are reinforced with."""
 
+import math
 from dataclasses import fields
 
 import pytest
 
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
-from shoal.swarm.strategy.choice import external_rows
+from shoal.swarm.strategy.choice import LIKELY, external_rows
 from shoal.swarm.trust.encoding import encode_offer
 from shoal.swarm.wire.offer import AskedFor, Course, OfferedRollout, OfferedTurn
 from shoal.types import Message, Role, Sample, Task
@@ -19,7 +20,8 @@ def row(advantage: float) -> Sample:
 def test_negative_advantages_of_peers_are_kept_or_dropped() -> None:
     both = [row(0.5), row(-0.5)]
     assert external_rows(both, "group") == (row(0.5), row(-0.5))
-    assert external_rows(both, "group_drop") == (row(0.5), row(0.0))
+    likely = [one.advantages[-1] for one in external_rows(both, "group_likely")]
+    assert likely == pytest.approx([0.5 * math.exp(-1) / LIKELY, 0.0])
 
 
 def test_nothing_that_an_offer_claims_beside_its_texts_reaches_what_is_trained() -> None:

@@ -77,7 +77,7 @@ def test_a_phrase_of_a_minority_stays_rare_where_tokens_weigh_by_their_likelihoo
     phrase, right = phrase_share("group_likely", 1, seed)
     assert phrase < 0.02
     assert right > 0.9
-    assert phrase_share("group_drop", 1, seed)[0] > 0.1  # the risk that docs/guides/swarm.md names
+    assert phrase_share("group", 1, seed)[0] > 0.05  # the risk that docs/guides/swarm.md names
 
 
 def test_likely_tokens_of_peers_weigh_as_much_as_own_ones_and_unlikely_ones_less() -> None:

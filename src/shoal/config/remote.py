@@ -68,7 +68,7 @@ class ClusterConfig(Section):
             yield f"reward.workers: expected 0 with cluster.rewards, got {workers}"
 
 
-Credit: TypeAlias = Literal["group", "group_drop", "group_likely"]
+Credit: TypeAlias = Literal["group", "group_likely"]
 """Treatment of peers' advantages."""
 
 
@@ -94,8 +94,8 @@ class SwarmConfig(Section):
     )
     credit: Credit = Field(
         "group_likely",
-        description="Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also "
-        "lowers unlikely tokens.",
+        description="Peers' negative advantages: kept (`group`, SAPO), or 0 with less weight of unlikely tokens "
+        "(`group_likely`).",
     )
     datasets: Literal["mine", "any"] | list[str] = Field(
         "mine",

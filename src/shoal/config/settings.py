@@ -195,8 +195,7 @@ class MetricsConfig(Section):
 
     trackers: list[str] = Field(
         [],
-        description="prometheus:PORT (0 picks one), tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that "
-        "name), or module:function.",
+        description="tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that name), or module:function.",
     )
 
 

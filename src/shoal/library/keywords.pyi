@@ -219,7 +219,7 @@ class MetricsSettings(TypedDict, total=False):
     """Further targets of metrics."""
 
     trackers: Sequence[str | Callable[..., Any]]
-    """prometheus:PORT (0 picks one), tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that name), or module:function."""
+    """tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that name), or module:function."""
 
 class SwarmSettings(TypedDict, total=False):
     """Sharing rollouts with other nodes (SAPO); without servers the node is alone."""
@@ -234,8 +234,8 @@ class SwarmSettings(TypedDict, total=False):
     """Own groups shared: all, informative, budget:N (bytes/s) or module:function."""
     take: str | Callable[..., Any]
     """Peers' groups taken: uniform (as in SAPO), trusted (newcomers have 15 % at most) or module:function."""
-    credit: Literal["group", "group_drop", "group_likely"]
-    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also lowers unlikely tokens."""
+    credit: Literal["group", "group_likely"]
+    """Peers' negative advantages: kept (`group`, SAPO), or 0 with less weight of unlikely tokens (`group_likely`)."""
     datasets: Literal["mine", "any"] | Sequence[str]
     """Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these."""
     wait_s: float
@@ -361,7 +361,7 @@ class Settings(TrainSettings, total=False):
     keep_steps: int
     """Steps in log.sqlite; older ones go to Parquet files; 0 keeps all."""
     trackers: Sequence[str | Callable[..., Any]]
-    """prometheus:PORT (0 picks one), tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that name), or module:function."""
+    """tensorboard, wandb:PROJECT, mlflow:EXPERIMENT (extras of that name), or module:function."""
     servers: Sequence[str]
     """nats://HOST:PORT or tls://HOST:PORT; one reachable server suffices."""
     name: str
@@ -372,8 +372,8 @@ class Settings(TrainSettings, total=False):
     """Own groups shared: all, informative, budget:N (bytes/s) or module:function."""
     take: str | Callable[..., Any]
     """Peers' groups taken: uniform (as in SAPO), trusted (newcomers have 15 % at most) or module:function."""
-    credit: Literal["group", "group_drop", "group_likely"]
-    """Peers' negative advantages: kept (`group`, SAPO) or 0 (`group_drop`); `group_likely` also lowers unlikely tokens."""
+    credit: Literal["group", "group_likely"]
+    """Peers' negative advantages: kept (`group`, SAPO), or 0 with less weight of unlikely tokens (`group_likely`)."""
     datasets: Literal["mine", "any"] | Sequence[str]
     """Procedural tasks taken of peers: own ones (mine), any with the peer's settings, or these."""
     wait_s: float

@@ -1,4 +1,4 @@
-"""Metrics go to metrics.jsonl always, and to Prometheus, TensorBoard and other trackers on request.
+"""Metrics go to metrics.jsonl always, and to TensorBoard and other trackers on request.
 
 metrics.jsonl holds one JSON object per line. Its `kind` is "step" (one training step), "eval" (held-out questions),
 "answer" (to one held-out question) or "event". `time_s` counts from the run's start, without the time between a
@@ -9,10 +9,10 @@ import math
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import msgspec
 from pydantic import JsonValue
@@ -20,8 +20,7 @@ from pydantic import JsonValue
 from shoal.config import MetricsConfig
 from shoal.config.tree import mapped
 from shoal.errors import ConfigError, RunDirError, without_credentials
-from shoal.observe.names import COUNTS, EVAL_NAMES, PARTS, STEP_NAMES
-from shoal.observe.trackers import PROMETHEUS, OtherTracker, TrackedRun, checked_tracker, other_tracker
+from shoal.observe.trackers import OtherTracker, TrackedRun, other_tracker
 
 WARNINGS = frozenset(
     {
@@ -128,85 +127,19 @@ class JsonlTracker:
         os.close(self._file)
 
 
-class PrometheusTracker:
-    """Tracker that serves the newest values at http://127.0.0.1:<port>/metrics, on loopback, from its own registry.
-
-    A name becomes `shoal_<name>`, and `<name>/<task>` becomes `shoal_task_<name>{task="<task>"}`. Names in `COUNTS`
-    become counters that end in `_total`. For bounds and versions after the slash the label is `bounds` or `versions`.
-    """
-
-    def __init__(self, port: int) -> None:
-        """Port 0 picks a free port, which `port` names. Raises `ConfigError` when the port is taken."""
-        from prometheus_client import CollectorRegistry, start_http_server  # heavy, and optional
-
-        self._latest: Mapping[str, float] = {}
-        registry = CollectorRegistry()
-        registry.register(self)
-        try:
-            self._server, self._thread = start_http_server(port, addr="127.0.0.1", registry=registry)
-        except OSError as error:
-            raise ConfigError(
-                f"metrics.trackers: prometheus: expected a free port, got {port} ({error.strerror}); 0 picks one"
-            ) from error
-        self.port = int(self._server.server_port)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Serves `values` from now on; values of other names stay."""
-        summed = {
-            name: self._latest.get(name, 0.0) + value
-            for name, value in values.items()
-            if name.partition("/")[0] in COUNTS
-        }
-        # One assignment, so that the server's thread never sees half a step.
-        self._latest = {**self._latest, "step": step, **values, **summed}
-
-    def collect(self) -> Iterator[Any]:
-        """Metrics for the registry, which calls this for each request."""
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
-
-        families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
-        for name, value in self._latest.items():
-            where, base, task = _parts(name)
-            label = PARTS.get(base, "task")
-            full = f"shoal_{'task_' if task and label == 'task' else ''}{where}{base}"
-            meaning = STEP_NAMES.get(base) or EVAL_NAMES.get(base) or base
-            family = CounterMetricFamily if base in COUNTS else GaugeMetricFamily
-            found = families.setdefault(full, family(full, meaning, labels=[label] if task else []))
-            found.add_metric([task] if task else [], value)
-        yield from families.values()
-
-    def close(self) -> None:
-        """Stops serving."""
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def _parts(name: str) -> tuple[str, str, str]:
-    """Splits a name: `eval/sampled/chain_sum` -> ("eval_", "sampled", "chain_sum"); missing parts are empty."""
-    where, rest = ("eval_", name.removeprefix("eval/")) if name.startswith("eval/") else ("", name)
-    base, _, task = rest.partition("/")
-    return where, base, task
-
-
-Adapter: TypeAlias = PrometheusTracker | OtherTracker
-
-
 class Trackers:
     """All trackers of a run as one. metrics.jsonl comes first: if its write fails, no other tracker gets the record."""
 
     def __init__(
-        self, jsonl: JsonlTracker, others: Sequence[Adapter] = (), listeners: Sequence[Callable[[Record], None]] = ()
+        self,
+        jsonl: JsonlTracker,
+        others: Sequence[OtherTracker] = (),
+        listeners: Sequence[Callable[[Record], None]] = (),
     ) -> None:
         """`listeners` get each record as written, for live progress."""
         self._jsonl = jsonl
         self._others = tuple(others)
         self._listeners = tuple(listeners)
-
-    @property
-    def prometheus_port(self) -> int | None:
-        """Port on which Prometheus finds the run; None when it is not served."""
-        return next((other.port for other in self._others if isinstance(other, PrometheusTracker)), None)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records one training step."""
@@ -226,7 +159,7 @@ class Trackers:
         for answer in answers:
             self._tell(self._jsonl.write("answer", {"step": step, **answer}))
         for other in self._others:
-            if answers and not isinstance(other, PrometheusTracker):
+            if answers:
                 other.log_answers(step, answers)
 
     def stage(self, what: str) -> None:
@@ -239,8 +172,9 @@ class Trackers:
 
     def close(self) -> None:
         """Closes every tracker."""
-        for tracker in (*self._others, self._jsonl):
+        for tracker in self._others:
             tracker.close()
+        self._jsonl.close()
 
     def _tell(self, record: Record) -> None:
         for listener in self._listeners:
@@ -257,14 +191,12 @@ def settings_in(text: str) -> dict[str, JsonValue]:
 
 def trackers_of(settings: MetricsConfig, run_dir: Path, listeners: Sequence[Callable[[Record], None]] = ()) -> Trackers:
     """Opens the trackers of the settings. Raises `ConfigError` or `RunDirError`, leaving nothing open."""
-    others: list[Adapter] = []
+    others: list[OtherTracker] = []
     try:
         resolved = run_dir / "resolved.toml"
         tracked = TrackedRun(run_dir, settings_in(resolved.read_text(encoding="utf-8") if resolved.is_file() else ""))
         for text in settings.trackers:
-            kind, _, port = text.partition(":")
-            is_served = kind == PROMETHEUS and checked_tracker(text)
-            others.append(PrometheusTracker(int(port)) if is_served else other_tracker(text, tracked))
+            others.append(other_tracker(text, tracked))
         return Trackers(JsonlTracker(run_dir / "metrics.jsonl"), others, listeners)
     except (ConfigError, RunDirError):
         for other in others:

@@ -13,7 +13,6 @@ class MetricName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     means: str = ""
     label: str = ""
-    counts: bool = False
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -54,11 +53,7 @@ _TABLE = msgspec.toml.decode(files("shoal.observe").joinpath("names.toml").read_
 STEP_NAMES: Mapping[str, str] = {name: one.means or STATS_MEANINGS[name] for name, one in _TABLE.step.items()}
 EVAL_NAMES: Mapping[str, str] = {name: one.means for name, one in _TABLE.eval.items()}
 ANSWER_NAMES: Mapping[str, str] = {name: one.means for name, one in _TABLE.answer.items()}
-COUNTS = frozenset(name for name, one in _TABLE.step.items() if one.counts)
-"""Names that count since the previous step; their sum over the steps is the run's total."""
 LABELS: Mapping[str, str] = {name: one.label for name, one in (_TABLE.step | _TABLE.eval).items() if one.label}
 """Words for numbers that share a chart with others."""
-PARTS: Mapping[str, str] = {name.split("/")[0]: name.split("/")[1][1:-1] for name in STEP_NAMES if "/" in name}
-"""Kind of the part after the slash of a name: a task, bounds or versions. It is the label for Prometheus."""
 CHARTS: Mapping[str, Sequence[Chart]] = _TABLE.charts
 """Charts of each page."""

@@ -22,8 +22,6 @@ from shoal.files import replaced
 from shoal.plugins import own_code
 
 IDS = "trackers.json"
-PROMETHEUS = "prometheus"
-"""Kind of the tracker that `metrics` implements."""
 KNOWN = (bool, int, float, str)
 """Types of hyperparameters that TensorBoard accepts."""
 Answer: TypeAlias = Mapping[str, int | float | str | None]
@@ -185,13 +183,9 @@ KINDS: Mapping[str, Callable[[str, TrackedRun], OtherTracker]] = {
 def checked_tracker(text: str) -> str:
     """The kind in KIND:NAME; empty for a user's function. Raises `ConfigError` for any other text."""
     kind, _, name = text.partition(":")
-    if kind == PROMETHEUS:
-        if not name.isdecimal() or int(name) > 65535:
-            raise ConfigError(f"metrics.trackers: expected prometheus:PORT, got {text!r}")
-        return kind
     if kind not in KINDS:
-        if not name or (did_you_mean(kind, (*KINDS, PROMETHEUS)) and find_spec(kind) is None):
-            raise ConfigError(f"metrics.trackers: {expected_one_of((*KINDS, PROMETHEUS), kind, ' or module:function')}")
+        if not name or (did_you_mean(kind, KINDS) and find_spec(kind) is None):
+            raise ConfigError(f"metrics.trackers: {expected_one_of(KINDS, kind, ' or module:function')}")
         own_code("metrics.trackers", text)
         return ""
     if not name and kind != "tensorboard":

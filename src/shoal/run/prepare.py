@@ -23,8 +23,7 @@ from shoal.model.chat_template import ChatRenderer
 from shoal.model.file_sizes import shapes_of, sizes_of
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import load_renderer, local_directory
-from shoal.net.listening import listening_socket
-from shoal.observe.trackers import PROMETHEUS, checked_tracker
+from shoal.observe.trackers import checked_tracker
 from shoal.reward.user_functions import FunctionScorer
 from shoal.rollout.agents.clients import Agent, agent_of
 from shoal.rollout.reward_hooks import hooks_of
@@ -202,11 +201,7 @@ def check_start(config: Config, *, resume: bool = False) -> None:
             "Name servers, or set swarm.external_groups to 0 to train alone"
         )
     for text in config.metrics.trackers:
-        if checked_tracker(text) == PROMETHEUS:
-            try:
-                listening_socket("127.0.0.1", int(text.partition(":")[2])).close()
-            except ConfigError as error:
-                raise ConfigError(f"metrics.trackers: {text}: {error}") from None
+        checked_tracker(text)
     check_run_dir(Path(config.run_dir), resume=resume)
 
 

@@ -166,8 +166,6 @@ async def opened_run(
                     trackers.log_event("steps_lost", reason=reason)
                 if changed:
                     trackers.log_event("settings_changed", settings=", ".join(changed))
-                if trackers.prometheus_port is not None:
-                    trackers.log_event("prometheus", url=f"http://127.0.0.1:{trackers.prometheus_port}/metrics")
                 yield buffer, trackers
         except BaseException:
             if not resume and not any(counts.started for counts in buffer.counts.values()):

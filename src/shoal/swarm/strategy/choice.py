@@ -178,14 +178,13 @@ TAKERS = ("uniform", "trusted")
 
 
 def external_rows(rows: Sequence[Sample], credit: Credit) -> tuple[Sample, ...]:
-    """Rows of an external group: `group` keeps them as they are (SAPO), `group_drop` sets negative advantages to 0.
+    """Rows of an external group: `group` keeps them as they are (SAPO).
 
-    The gradient of a worse external answer pushes down text that this node might never write. With stacked models,
-    leaving such answers out was better in each of three seeds (experiments/sapo_stacked). The tokens of a row without
-    advantage still count in the loss's denominator.
-
-    `group_likely` also weighs each token by min(1, p / LIKELY), where p is its probability under the node's own
-    weights. With equal weights, a phrase that only some peers' right answers carry spreads to their part of the rows.
+    `group_likely` sets negative advantages to 0. The gradient of a worse external answer pushes down text that this
+    node might never write. With stacked models, leaving such answers out was better in each of three seeds
+    (experiments/sapo_stacked). The tokens of a row without advantage still count in the loss's denominator. It also
+    weighs each token by min(1, p / LIKELY), where p is its probability under the node's own weights. With equal
+    weights, a phrase that only some peers' right answers carry spreads to their part of the rows.
     """
     if credit == "group":
         return tuple(rows)
@@ -193,7 +192,7 @@ def external_rows(rows: Sequence[Sample], credit: Credit) -> tuple[Sample, ...]:
         replace(
             row,
             advantages=tuple(
-                max(a, 0.0) * (min(1.0, math.exp(logprob) / LIKELY) if credit == "group_likely" else 1.0)
+                max(a, 0.0) * min(1.0, math.exp(logprob) / LIKELY)
                 for a, logprob in zip(row.advantages, row.logprobs, strict=True)
             ),
         )
