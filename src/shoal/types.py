@@ -277,10 +277,10 @@ class Outcome:
     """The answer to score; None stands for the newest sampled answer."""
     turn_rewards: tuple[float, ...] = ()
     """Rewards of the sampled answers by themselves, in the order of the requests; unnamed answers earned 0."""
+    evidence: str = ""  # the reason of the reward, for people
 
     def __post_init__(self) -> None:
-        given = (*self.turn_rewards, *(() if self.reward is None else (self.reward,)))
-        if not all(map(math.isfinite, given)):
+        if not all(map(math.isfinite, given := (*self.turn_rewards, self.reward or 0.0))):
             raise ValueError(f"outcome rewards: expected finite numbers, got {given}")
 
 

@@ -1,6 +1,7 @@
 """The environment `workspace`: a model mends a program by commands or tools, and hidden tests give the reward."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,10 @@ def test_a_task_of_a_file_is_mended_by_calls(tasks: str) -> None:
     rollout = played(game, task, *script)
     assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0)
     assert "2 passed" in rollout.messages[-2].content
+    lines = re.sub(r"\d+\.\d+ s", "some s", rollout.reward.evidence).splitlines()
+    assert lines[:3] == ["command 1: some s", "command 2: some s", "--- a/sums.py"]
+    assert lines[-5:-3] == ["-    return a - b", "+    return a + b"]
+    assert lines[-3:] == ["command 3: some s", "verdict: 1 in some s", f"turned green: {SUMS['red'][0]}"]
     assert (
         played(game, task, call("edit", path="sums.py", old_text="def add", new_text="def sub"), "DONE").reward.value
         == 0

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import aiohttp
@@ -15,8 +16,9 @@ from shoal.observe.view.held_out import MOST_EVALUATIONS, Questions, answers, qu
 from shoal.observe.view.standing import influence, swarm_status
 from shoal.observe.view.timeline import timeline
 from shoal.observe.view.waits import bottleneck, other_waits
+from shoal.types import Group, Message, Role, Task
 from view_pages import DRAWN, made, seen, viewing
-from view_run import MadeRun
+from view_run import MadeRun, rollout
 
 VIEWS = ("/", "/rollouts", "/group?seq=1", "/tokens?seq=1", "/heldout", "/waits", "/swarm", "/cost")
 NAMELESS = """[...document.querySelectorAll('main :is(input, select):not([type=hidden])')]
@@ -111,6 +113,24 @@ def test_of_many_evaluations_the_first_and_the_newest_are_read() -> None:
     chosen = spaced(files)
     assert (len(chosen), chosen[0], chosen[-1]) == (MOST_EVALUATIONS, files[0], files[-1])
     assert spaced(files[:3]) == files[:3]
+
+
+def test_work_in_a_workspace_is_a_terminals_session_with_the_changes_of_the_tree(tmp_path: Path) -> None:
+    async def check() -> str:
+        run = MadeRun(tmp_path)
+        one = rollout("made", "I look.\n```bash\nls *\n```", 1.0, 0)
+        output = Message(Role.USER, "*a* <b>\n    indented")
+        course = "command 1: 0.1 s\n--- a/f.py\n+++ b/f.py\n@@ -1 +1 @@\n-<old>\n+new\nverdict: 1 in 0.2 s"
+        one = replace(one, messages=(*one.messages, output), reward=replace(one.reward, evidence=course))
+        admitted = await run.buffer.admit("g", "chain_sum")
+        await run.buffer.add(Group("g", Task("t", "chain_sum", one.messages[:1]), (one,), admitted))
+        await run.close()
+        return await read(tmp_path, "/group?seq=1")
+
+    page = asyncio.run(check())
+    assert '<div class="words" tabindex="0">*a* &lt;b&gt;\n    indented</div>' in page
+    assert "<details open><summary>evidence</summary>" in page
+    assert '<span class="removed">-&lt;old&gt;</span>\n<span class="added">+new</span>\n<span class="">verdict' in page
 
 
 def test_the_timeline_lays_the_trainers_seconds_one_after_the_other(tmp_path: Path) -> None:

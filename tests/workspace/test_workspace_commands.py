@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.workspace.changes import difference, files_of
+from shoal.workspace.changes import Worklog, difference, files_of
 from shoal.workspace.fork import ForkKind, fork, fork_kind
 from shoal.workspace.tree import Tree
 
@@ -71,3 +71,17 @@ def test_a_difference_has_new_changed_and_removed_files_and_follows_no_link(kind
         assert "sums.py" not in first
         asyncio.run(workspace.run("echo more >> new"))
         assert difference(workspace, first, files_of(workspace)) == "--- a/new\n+++ b/new\n@@ -1 +1,2 @@\n new\n+more\n"
+
+
+def test_a_difference_from_a_snapshot_is_from_its_newest_files(tree: Tree) -> None:
+    if fork_kind() is not ForkKind.OVERLAY:
+        pytest.skip(f"this machine forks by {fork_kind()}")
+    with fork(tree) as first:
+        asyncio.run(first.run("sed -i 's/a - b/a * b/' sums.py; rm -r tests; mkdir tests; echo new > tests/new"))
+        assert files_of(first)["tests/test_sums.py"] == ""
+        planted = first.snapshot()
+    with fork(planted) as second:
+        asyncio.run(second.run("sed -i 's/a [*] b/a - b/' sums.py; rm tests/new; cat tests/test_sums.py"))
+        assert files_of(second) == {"sums.py": "def add(a, b):\n    return a - b\n", "tests/new": ""}
+        wanted = MENDED.replace("a - b", "a * b").replace("a + b", "a - b")
+        assert Worklog(second).difference() == f"{wanted}--- a/tests/new\n+++ b/tests/new\n@@ -1 +0,0 @@\n-new\n"

@@ -30,7 +30,7 @@ def run_task(
 
 
 async def _played(file: Path, task_id: str, agent: str) -> dict[str, object]:
-    from shoal.workspace.changes import difference, files_of
+    from shoal.workspace.changes import Worklog
     from shoal.workspace.judge import judge
     from shoal.workspace.task import apply, opened, tasks_in
     from shoal.workspace.tools import Tools
@@ -39,14 +39,13 @@ async def _played(file: Path, task_id: str, agent: str) -> dict[str, object]:
     if task is None:
         raise TaskError(f"workspace tasks {file}: expected the task {task_id!r}, found none")
     with await opened(task) as workspace:
-        session, before = [], files_of(workspace)
+        session, worklog = [], Worklog(workspace)
         if agent == "solution":
             await apply(workspace, task.solution)
+            worklog.difference()
         for command in _commands(agent):
             output = await Tools(workspace).bash(command)
-            after = files_of(workspace)
-            session.append({"command": command, "output": output, "difference": difference(workspace, before, after)})
-            before = after
+            session.append({"command": command, "output": output, "difference": worklog.difference()})
         verdict = await judge(workspace, task)
     tests = {name: status.value for name, status in verdict.tests.items()}
     return {
@@ -70,7 +69,7 @@ def _commands(agent: str) -> Iterable[str]:
 @app.command("shell")
 def shell(source: Source, package: Packages = None) -> None:
     """Type commands into a fork of a tree; prints the difference at the end."""
-    from shoal.workspace.changes import difference, files_of
+    from shoal.workspace.changes import Worklog
     from shoal.workspace.tools import Tools
 
     with _forked(source, package) as workspace, asyncio.Runner() as runner:
@@ -80,7 +79,7 @@ def shell(source: Source, package: Packages = None) -> None:
             except EOFError:
                 break
             print(runner.run(Tools(workspace).bash(command)).rstrip("\n"))
-        print(difference(workspace, {}, files_of(workspace)), end="")
+        print(Worklog(workspace).difference(), end="")
 
 
 @app.command("mcp")

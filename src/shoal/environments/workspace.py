@@ -24,6 +24,7 @@ from shoal.net.process import cores
 from shoal.tasks.holdout import EVAL_SHARE, first_of, order_of, prompt, split_of
 from shoal.tasks.sdk import environment
 from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
+from shoal.workspace.changes import Worklog
 from shoal.workspace.fork import LIMITS, Workspace, fork_kind
 from shoal.workspace.judge import judge
 from shoal.workspace.task import WorkspaceTask, opened, tasks_in
@@ -84,24 +85,26 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
         wanted = self.task_of(task)
         workspace = await opened(wanted)
         try:
-            await self.play(workspace, list(task.messages), model)
-            return Outcome(reward=(await judge(workspace, wanted)).reward)
+            worklog = await self.play(workspace, list(task.messages), model)
+            verdict = await judge(workspace, wanted)
+            return Outcome(reward=verdict.reward, evidence=f"{worklog.text}{verdict}")
         finally:
             await asyncio.to_thread(workspace.close)
 
-    async def play(self, workspace: Workspace, messages: list[Message], model: Model) -> None:
-        """Lets the model work; appends the conversation to `messages`."""
-        limits = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s)
-        tools = Tools(workspace, limits, self.most_characters)
+    async def play(self, workspace: Workspace, messages: list[Message], model: Model) -> Worklog:
+        """Lets the model work; appends the conversation to `messages`, and returns what its commands did."""
+        limits, worklog = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s), Worklog(workspace)
+        tools = Tools(workspace, limits, self.most_characters, worklog)
         if self.calls:
             await converse(model, messages, {tool.__name__: tool for tool in tools.all()}, self.turns)
-            return
+            return worklog
         for _ in range(self.turns):
             said = await model.answer(messages)
             messages.append(said)
             if (command := command_in(said.content)) is None:
-                return
+                break
             messages.append(Message(Role.USER, await tools.bash(command) or "(it printed nothing)"))
+        return worklog
 
 
 workspace = environment("workspace", max_running=4 * cores(), timeout_s=900.0)(WorkspaceGame)

@@ -4,30 +4,91 @@ import difflib
 import io
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.sandbox.program import Ended, Finished
 from shoal.sandbox.usage import left_in
 from shoal.workspace.fork import ForkKind, Workspace
-from shoal.workspace.tree import walked
+from shoal.workspace.tree import OPAQUE, Tree, walked
 
 MOST_BYTES = 200_000
 """Bytes of a file whose difference is shown line by line."""
 
+CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
+MOST_CHARACTERS = 16_000
+"""Characters of a worklog; later differences are left out."""
+
+
+@dataclass(slots=True)
+class Worklog:
+    """Seconds, end and changes of each command in a workspace, for people."""
+
+    workspace: Workspace
+    text: str = ""
+    commands: int = 0
+    _before: Mapping[str, str] = field(default_factory=dict)
+
+    def add(self, finished: Finished) -> None:
+        """Notes a command's seconds, how it ended and the difference that it made."""
+        self.commands += 1
+        ended = "" if finished.ended is Ended.EXITED else f", {finished.ended.value.replace('_', ' ')}"
+        code = f", exit code {finished.exit_code}" if finished.exit_code else ""
+        noted = f"command {self.commands}: {finished.wall_s:.2f} s{ended}{code}\n"
+        if len(self.text) < MOST_CHARACTERS:
+            noted += self.difference()[: MOST_CHARACTERS - len(self.text)]
+        self.text += noted
+
+    def difference(self) -> str:
+        """Unified difference since the last one."""
+        after = files_of(self.workspace)
+        found, self._before = difference(self.workspace, self._before, after), after
+        return found
+
 
 def files_of(workspace: Workspace) -> Mapping[str, str]:
-    """Text of each file that differs from the tree, by path; empty for a removed file."""
+    """Text of each file that differs from the tree, by path; empty for a removed file. Caches are left out."""
     found: dict[str, str] = {}
-    own, base = workspace.own / workspace.tree.place[1:], workspace.tree.base
+    tree, own = workspace.tree, workspace.own / workspace.tree.place[1:]
     for path in walked(own) if own.is_dir() else ():
         name, mode = str(path.relative_to(own)), path.lstat().st_mode
-        if stat.S_ISCHR(mode):
-            found |= {str(one.relative_to(base)): "" for one in (base / name, *walked(base / name)) if one.is_file()}
+        if stat.S_ISCHR(mode) or (stat.S_ISDIR(mode) and _is_opaque(path)):
+            found = dict.fromkeys(_names(tree, name), "") | found
         elif not stat.S_ISDIR(mode):
             found[name] = _text(path)
     if workspace.kind is not ForkKind.OVERLAY:
-        found |= {name: "" for path in walked(base) if (name := str(path.relative_to(base))) not in found}
-    return {name: text for name, text in found.items() if text != _text(base / name)}
+        found = dict.fromkeys(_names(tree, ""), "") | found
+    kept = {name: text for name, text in found.items() if CACHES.isdisjoint(Path(name).parts)}
+    return {name: text for name, text in kept.items() if text != _text_in(tree, name)}
+
+
+def _names(tree: Tree, folder: str) -> Iterator[str]:
+    """Paths of the tree's files at a path or below it."""
+    for layer in tree.layers:
+        own = layer / tree.place[1:]
+        for path in (own / folder, *walked(own / folder)):
+            if path.is_file() or path.is_symlink():
+                yield str(path.relative_to(own))
+
+
+def _text_in(tree: Tree, name: str) -> str:
+    """Text of the tree's file, from the topmost layer that has or removes it; empty for none."""
+    for layer in tree.layers:
+        own = layer / tree.place[1:]
+        path = own / name
+        if os.path.lexists(path):
+            return _text(path)
+        if any(_is_opaque(one) for one in path.parents if one.is_relative_to(own)):
+            return ""
+    return ""
+
+
+def _is_opaque(path: Path) -> bool:
+    """Whether a folder or a device of a layer of overlayfs hides what is below."""
+    if not os.path.lexists(path) or path.is_symlink():
+        return False
+    return stat.S_ISCHR(path.lstat().st_mode) or OPAQUE in os.listxattr(path)
 
 
 def _text(path: Path) -> str:
@@ -40,8 +101,8 @@ def _text(path: Path) -> str:
 
 def difference(workspace: Workspace, before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """Unified difference between two results of `files_of`."""
-    names, base = sorted({*before, *after}), workspace.tree.base
-    texts = [[one[name] if name in one else _text(base / name) for one in (before, after)] for name in names]
+    names, tree = sorted({*before, *after}), workspace.tree
+    texts = [[one[name] if name in one else _text_in(tree, name) for one in (before, after)] for name in names]
     return "".join(difference_of(name, old, new) for name, (old, new) in zip(names, texts, strict=True))
 
 

@@ -18,11 +18,11 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from shoal.errors import SandboxUnavailable, TaskError
-from shoal.sandbox.program import Finished, ProgramLimits
+from shoal.sandbox.program import Ended, Finished, ProgramLimits
 from shoal.sandbox.usage import left_in, remove_tree
 from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, fork
 from shoal.workspace.reports import ReportKind, TestStatus, results
-from shoal.workspace.tree import Tree, walked
+from shoal.workspace.tree import OPAQUE, Tree, walked
 
 STEERING = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py"),
@@ -32,7 +32,6 @@ STEERING = (
 MOST_REPORT_BYTES = 16 << 20
 _LOG_CHARACTERS = 4000
 _REPORT = f"{HOME[1:]}/report.xml"
-_OPAQUE = "user.overlay.opaque"
 
 
 class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -80,6 +79,16 @@ class Verdict:
     finished: Finished
     log: str
     """End of the command's output."""
+
+    def __str__(self) -> str:
+        """The verdict in a line for each kind of test, and the seconds it took."""
+        lists = {"turned green": self.turned_green, "turned red": self.turned_red, "still red": self.still_red}
+        said = [f"{name}: {', '.join(tests)}" for name, tests in lists.items() if tests]
+        if self.is_forged:
+            said.append("the report is forged: a test that must fail was reported otherwise")
+        if self.finished.ended is not Ended.EXITED:
+            said.append(f"the tests {self.finished.ended.value.replace('_', ' ')}")
+        return "\n".join([f"verdict: {self.reward:.3g} in {self.finished.wall_s:.1f} s", *said])
 
 
 async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
@@ -194,7 +203,7 @@ def _check_inside(folder: Path, path: Path) -> None:
 
 def _make_opaque(folder: Path) -> None:
     folder.mkdir(parents=True)
-    os.setxattr(folder, _OPAQUE, b"y")
+    os.setxattr(folder, OPAQUE, b"y")
 
 
 def _put(layer: Path, onto: Path) -> None:
@@ -202,7 +211,7 @@ def _put(layer: Path, onto: Path) -> None:
     for source in sorted(walked(layer)):
         target = onto / source.relative_to(layer)
         is_folder = source.is_dir() and not source.is_symlink()
-        is_opaque = is_folder and _OPAQUE in os.listxattr(source)
+        is_opaque = is_folder and OPAQUE in os.listxattr(source)
         if target.is_dir() and not target.is_symlink():
             if is_opaque or not is_folder:
                 remove_tree(str(target))

@@ -4,6 +4,7 @@ All of them run in the workspace's sandbox, so no path leads a tool outside. Wha
 middle, and a limit that was hit is said.
 """
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.sandbox.program import Ended, Finished, ProgramLimits
+from shoal.workspace.changes import Worklog
 from shoal.workspace.fork import LIMITS, Workspace
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ class Tools:
     limits: ProgramLimits = LIMITS
     most_characters: int = 16_000
     """Characters of one result."""
+    worklog: Worklog | None = None
+    """Record of each command, if given."""
 
     def all(self) -> Sequence[Tool]:
         """The tools, in the order in which a model sees them."""
@@ -50,7 +54,7 @@ class Tools:
         Args:
             command: The command. It has no network and no terminal.
         """
-        return self._said(await self.workspace.run(command, self.limits))
+        return await self._said(await self.workspace.run(command, self.limits))
 
     async def edit(self, path: str, old_text: str, new_text: str) -> str:
         """Replaces a text that occurs once in a file. With an empty old_text it writes a new file.
@@ -79,14 +83,18 @@ class Tools:
             code: The program.
         """
         argv = ("/usr/bin/env", "python3", "-")
-        return self._said(await self.workspace.run_program(argv, self.limits, stdin=code.encode(errors="replace")))
+        stdin = code.encode(errors="replace")
+        return await self._said(await self.workspace.run_program(argv, self.limits, stdin=stdin))
 
     async def _file(self, request: dict[str, str | int]) -> str:
         stdin = json.dumps(request).encode()
-        return self._said(await self.workspace.run_program((*_PYTHON, _FILES.read_text()), self.limits, stdin=stdin))
+        argv = (*_PYTHON, _FILES.read_text())
+        return await self._said(await self.workspace.run_program(argv, self.limits, stdin=stdin))
 
-    def _said(self, finished: Finished) -> str:
+    async def _said(self, finished: Finished) -> str:
         """Output of a command and how it ended, as a model sees it."""
+        if self.worklog is not None:
+            await asyncio.to_thread(self.worklog.add, finished)
         text = (finished.stdout + finished.stderr).decode(errors="replace")
         if len(text) > self.most_characters:
             half = self.most_characters // 2

@@ -31,6 +31,10 @@ _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _GIT_TIMEOUT_S = 600.0
 
 
+OPAQUE = "user.overlay.opaque"
+"""Attribute of a folder that hides the folders of its path in the layers below."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """A prepared tree: read-only layers, the topmost first. Layers above the last are snapshots of workspaces."""

@@ -28,6 +28,8 @@ class Said:
     text: str
     calls: Sequence[ToolCall]
     answers_call: str
+    is_output: bool = False
+    """Whether it is what a command or a tool wrote, shown as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +69,20 @@ def shown(position: int, body: bytes, question: Sequence[Message]) -> Shown:
     except WireError as error:
         return Shown(position, None, broken=str(error))
     new = one.messages[len(question) :] if tuple(question) == one.messages[: len(question)] else one.messages
-    return Shown(position, one, [said(message) for message in new], one.sampled_versions)
+    each = [said(message, last) for last, message in zip((None, *new), new, strict=False)]
+    return Shown(position, one, each, one.sampled_versions)
 
 
-def said(message: Message) -> Said:
-    """One message, with thought and answer apart."""
+def said(message: Message, before: Message | None = None) -> Said:
+    """One message, with thought and answer apart; what follows a block of an answer's code is its output."""
     thought, text = message.reasoning, message.content
     if message.role is Role.ASSISTANT and not thought and "</think>" in text:
         whole = parted(text)
         thought, text = whole.thought, whole.answer
-    return Said(message.role.value, shortened(thought), shortened(text), message.tool_calls, message.tool_call_id)
+    follows_code = before is not None and before.role is Role.ASSISTANT and "```" in before.content
+    is_output = message.role is Role.TOOL or (message.role is Role.USER and follows_code)
+    calls, answers = message.tool_calls, message.tool_call_id
+    return Said(message.role.value, shortened(thought), shortened(text), calls, answers, is_output)
 
 
 def glances(rows: Sequence[Row]) -> list[Glance]:

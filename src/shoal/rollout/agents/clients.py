@@ -76,6 +76,7 @@ class Written(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reward: float | None = None
     answer: str | None = None
     turn_rewards: tuple[float, ...] = ()
+    evidence: str = ""
 
 
 class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -263,7 +264,7 @@ def _outcome(written: bytes) -> Outcome:
         if len(written) > MOST_OUTCOME_BYTES:
             raise ValueError(f"more than {MOST_OUTCOME_BYTES} bytes")
         one = msgspec.json.decode(written, type=Written)
-        return Outcome(one.reward, one.answer, one.turn_rewards)
+        return Outcome(one.reward, one.answer, one.turn_rewards, one.evidence)
     except ValueError as error:
         raise AgentFailed(f"agent: expected one outcome as a JSON object in {OUTCOME_FD}: {error}") from error
 

@@ -157,7 +157,7 @@ class AgentRunner:
     async def _reward(self, task: Task, messages: tuple[Message, ...], outcome: Outcome) -> Reward:
         """The reward of the agent's outcome, or else the scorer's."""
         if outcome.reward is not None:
-            return Reward(outcome.reward)
+            return Reward(outcome.reward, evidence=outcome.evidence)
         answer = outcome.answer
         if answer is None:  # the newest one
             answer = next((written(one) for one in reversed(messages) if one.role is Role.ASSISTANT), "")
