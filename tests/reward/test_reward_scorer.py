@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -231,6 +232,15 @@ def test_a_worker_killed_before_it_is_ready_is_started_again(drawn: Callable[[st
     assert values(run(work)) == [1.0]
 
 
+BUSY_S = 1.5
+"""Seconds of a worker's processor time by which it has imported everything, and is busy with the first answer."""
+
+
+def busy(pid: int) -> bool:
+    worker = psutil.Process(pid)
+    return sum(each.cpu_times().user for each in (worker, *worker.children(recursive=True))) > BUSY_S
+
+
 def test_an_answer_that_kills_its_worker_twice_is_failed_and_the_next_one_scored(drawn: Callable[[str], Task]) -> None:
     coin = drawn("coin_flip")
 
@@ -239,7 +249,7 @@ def test_an_answer_that_kills_its_worker_twice_is_failed_and_the_next_one_scored
         for _ in range(2):
             await until(lambda: bool(scorer.pids))
             pid = scorer.pids[0]
-            await asyncio.sleep(0.5)  # by now it is busy with the first answer
+            await until(partial(busy, pid))
             os.kill(pid, signal.SIGKILL)
             await until(lambda pid=pid: pid not in scorer.pids)  # type: ignore[misc]
         return await scoring

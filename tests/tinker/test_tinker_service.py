@@ -201,7 +201,7 @@ def test_rows_of_any_kind_are_refused_by_field_or_computed_and_no_bug_of_the_tra
 
 
 def test_a_model_that_is_not_open_can_be_asked_anything(tiny_model_dir: Path, tmp_path: Path) -> None:
-    server, path = Server(ALONE, None), str(tiny_model_dir)
+    server, path = Server(ALONE, TrainedModels(), None), str(tiny_model_dir)
     assert isinstance(server.answer(wire.encode(Open("model", path, MODEL_JSON, Adapter(2)))), Done)
     asked: list[Request] = [
         OptimStep("none", Adam()),

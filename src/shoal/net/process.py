@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from shoal.errors import ChildDied
 from shoal.net.ending import ended, settled
@@ -35,6 +35,8 @@ FRAME_HEADER = struct.Struct(">IQ")
 """Size of the frame, and the number of the request that it asks or answers; 0 before the first request."""
 MAX_FRAME_BYTES = 1 << 30
 GRACE_S = 5.0
+UNUSED_BY_MODELS: Final = ("scipy",)
+"""Packages that transformers imports where they are installed; for a loss of object detection, in .25 s."""
 BUFFERED_GRACE_S = 0.2
 """Seconds after a deadline in which buffered bytes are still read: an answer that arrived while the event loop was
 busy is not late."""
@@ -63,15 +65,20 @@ def from_parent() -> tuple[socket.socket, list[str]]:
 
 
 @contextmanager
-def loading() -> Iterator[None]:
+def loading(*, hidden: Iterable[str] = ()) -> Iterator[None]:
     """Context manager for imports and long-lived objects: no garbage collection within, nor of these objects later.
 
-    A quarter of the time that torch and transformers take to import goes into collections that find nothing.
+    A quarter of the time that torch and transformers take to import goes into collections that find nothing. Packages
+    that are `hidden` cannot be imported within, and libraries that could use them do without.
     """
+    absent: dict[str, Any] = {name: None for name in hidden if name not in sys.modules}
+    sys.modules.update(absent)
     gc.disable()
     try:
         yield
     finally:
+        for name in absent:
+            sys.modules.pop(name, None)
         gc.freeze()
         gc.enable()
 

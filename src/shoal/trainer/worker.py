@@ -27,7 +27,7 @@ from shoal.config.training import TrainConfig
 from shoal.errors import ChildDied, ShoalError, TrainerError, WorkerLost
 from shoal.interfaces import Worker
 from shoal.net.listening import free_port
-from shoal.net.process import Child, Exit, die_with_parent, loading, serve, torch_environment
+from shoal.net.process import UNUSED_BY_MODELS, Child, Exit, die_with_parent, loading, serve, torch_environment
 from shoal.trainer.heap import Heap
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,
@@ -269,10 +269,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--master", help="HOST:PORT of the first rank")
     parser.add_argument("--shared-disk", action="store_true", help="all ranks reach the run directory")
     options = parser.parse_args(arguments)
-    with loading():
+    with loading(hidden=UNUSED_BY_MODELS):
+        from shoal.trainer.models import TrainedModels
         from shoal.trainer.ranks import Ranks
 
-    server = Server(Ranks(options.rank, options.ranks, options.ranks_per_copy, options.shared_disk), options.master)
+    ranks = Ranks(options.rank, options.ranks, options.ranks_per_copy, options.shared_disk)
+    server = Server(ranks, TrainedModels(), options.master)
     with socket.socket(fileno=options.fd) as connection:
         serve(connection, lambda frame: [server.reply(frame)])
 
@@ -280,12 +282,8 @@ def main(arguments: Sequence[str]) -> None:
 class Server:
     """One rank of the trainer; `master` is the address at which ranks meet, if there are several."""
 
-    def __init__(self, ranks: "Ranks", master: str | None) -> None:
-        with loading():
-            from shoal.trainer.models import TrainedModels
-
-        self._ranks, self._master = ranks, master
-        self._models = TrainedModels()
+    def __init__(self, ranks: "Ranks", models: "TrainedModels", master: str | None) -> None:
+        self._ranks, self._models, self._master = ranks, models, master
         self._heap = Heap()
 
     def reply(self, frame: bytes) -> "bytes | Future[bytes]":

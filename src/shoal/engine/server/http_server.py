@@ -21,7 +21,7 @@ from shoal.engine.compute.options import EngineLimits, OnUpdate
 from shoal.engine.server.http_client import TOKEN_VARIABLE
 from shoal.errors import ConfigError, ShoalError
 from shoal.net.listening import listening_socket
-from shoal.net.process import die_with_parent, loading, receive_frame, send_frame
+from shoal.net.process import UNUSED_BY_MODELS, die_with_parent, loading, receive_frame, send_frame
 from shoal.net.server import serving
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.die_with_parent:
         die_with_parent()
     try:
-        with loading():
+        with loading(hidden=UNUSED_BY_MODELS):
             engine = engine_of(options)
         listening = listening_socket(options.host, options.port)
     except ShoalError as error:

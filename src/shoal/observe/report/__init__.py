@@ -6,6 +6,7 @@ from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.files import replaced
+from shoal.net.process import loading
 from shoal.observe.runs import read_run
 
 
@@ -24,8 +25,9 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     The report of a run without a step says so. A running run is not disturbed. Raises `RunDirError` for a directory
     that is not a run directory or cannot be written.
     """
-    from shoal.observe.report.figure import figure_png, figures_svg
-    from shoal.observe.report.page import page_html
+    with loading():
+        from shoal.observe.report.figure import figure_png, figures_svg
+        from shoal.observe.report.page import page_html
 
     run = read_run(run_dir)
     counts = task_counts(run_dir) if (run_dir / FILE).is_file() else {}

@@ -7,7 +7,6 @@ from itertools import cycle, zip_longest
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from shoal.observe.charts import drawn
@@ -38,6 +37,7 @@ STYLE = {
 WINDOWS_PER_RUN = 12
 MOST_NAMED = 8
 COLUMNS = 3
+# Margins are fixed: a layout that fits them to the text would draw everything twice, a second at the end of each run.
 FEW_POINTS = 20
 """Lines of at most this many points have markers."""
 
@@ -48,8 +48,8 @@ def figure_png(run: RunRecords) -> bytes:
     rows = -(-len(charts) // COLUMNS) or 1
     height = 1 + 3.4 * rows
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
-        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1, rect=(0, 0, 1, 1 - 0.7 / height))
-        figure = Figure(figsize=(13, height), layout=layout, facecolor="white")
+        figure = Figure(figsize=(13, height), facecolor="white")
+        figure.subplots_adjust(0.045, 0.6 / height, 0.99, 1 - 1.1 / height, wspace=0.17, hspace=0.4)
         figure.text(0.012, 1 - 0.35 / height, plain(run.name), size=15, weight="bold")
         figure.text(0.012, 1 - 0.6 / height, plain(subtitle(run)), size=10, color=MUTED)
         for axes, chart in zip_longest(figure.subplots(rows, COLUMNS, squeeze=False).flat, charts):
@@ -67,8 +67,8 @@ def figures_svg(run: RunRecords) -> list[tuple[str, str, str]]:
     drawings = []
     with rc_context(STYLE):  # type: ignore[arg-type]  # its stub knows fixed keys only
         for chart in charts_of(run):
-            figure = Figure(figsize=(4.8, 3.2), layout="constrained", facecolor="none")
-            axes = figure.subplots()
+            figure = Figure(figsize=(4.8, 3.2), facecolor="none")
+            axes = figure.add_axes((0.14, 0.16, 0.83, 0.74))
             axes.set_facecolor("none")
             _plot(axes, chart)
             data = io.BytesIO()
@@ -109,7 +109,7 @@ def _plot(axes: Axes, chart: Chart) -> None:
     axes.set_xlabel("training step" + (f", mean of {window}" if window > 1 else ""))
     axes.set_title(chart.title)
     if len(lines) > 1:
-        axes.legend(ncols=2)
+        axes.legend(ncols=2, columnspacing=1, handlelength=1.5)
 
 
 def subtitle(run: RunRecords) -> str:
