@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 STARTERS = (
-    *("subprocess.", "asyncio.create_subprocess", "multiprocessing.", "torch.multiprocessing.spawn", "os.fork"),
+    *("subprocess.", "asyncio.create_subprocess", "multiprocessing.", "torch.multiprocessing.", "os.fork"),
     *("os.posix_spawn", "uvicorn.Server", "asyncio.start_server", "nbclient.", "ray.", "benchmarks.run_bench"),
     "runpy.run_path",
 )

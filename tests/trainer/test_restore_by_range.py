@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from test_trainer_objective import batch
-from torch import distributed, multiprocessing
+from torch import distributed
 
+from rank_processes import run_ranks
 from shoal.cluster.files import FileShelf, fetch_heads, fetch_ranges
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
@@ -59,10 +60,10 @@ def test_four_ranks_go_on_from_eight_and_move_no_more_than_the_checkpoint(tiny_m
     saved, again, shelf = tmp_path / "saved", tmp_path / "again", FileShelf()
     for folder in (saved, again):
         folder.mkdir()
-    multiprocessing.spawn(save, (tiny_model_dir, saved, f"127.0.0.1:{free_port()}"), nprocs=SAVED)
+    run_ranks(save, (tiny_model_dir, saved, f"127.0.0.1:{free_port()}"), SAVED)
     with RunServer(shelf.routes, token=TOKEN) as server, shelf.opened(saved):
         given = (tiny_model_dir, again, f"127.0.0.1:{free_port()}", server.url, shelf.ticket(saved))
-        multiprocessing.spawn(restore, given, nprocs=RESTORED)
+        run_ranks(restore, given, RESTORED)
     for name in FILES:
         assert (again / name).read_bytes() == (saved / name).read_bytes(), name
     size = sum((saved / name).stat().st_size for name in FILES)

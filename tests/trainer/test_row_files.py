@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from engine_models import saved
+from rank_processes import run_ranks
 from shoal.cluster.files import FileShelf, send_files
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
@@ -87,7 +88,7 @@ def test_ranks_without_a_directory_in_common_write_the_bytes_of_one_rank(tiny_mo
             stack.enter_context(shelf.opened(folder))
         tickets = {case: shelf.ticket(folder) for case, folder in folders.items()}
         given = (models, tmp_path, f"127.0.0.1:{free_port()}", server.url, tickets)
-        multiprocessing.spawn(rank, given, nprocs=RANKS)
+        run_ranks(rank, given, RANKS)
     for version, case in enumerate(CASES):
         assert store.kept(version) is None, "it is no Version until it is sealed"
         store.seal(version)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from test_trainer_objective import LOSSES, batch, gradient, row, trainer
-from torch import distributed, multiprocessing
+from torch import distributed
 
 from engine_models import saved
 from environ import environment_of
+from rank_processes import run_ranks
 from shoal import wire
 from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
@@ -113,7 +114,7 @@ def part(rank: int, model_dir: Path, out: Path, master: str) -> None:
 @pytest.fixture(scope="module")
 def results(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("ranks")
-    multiprocessing.spawn(part, (tiny_model_dir, out, f"127.0.0.1:{free_port()}"), nprocs=RANKS)
+    run_ranks(part, (tiny_model_dir, out, f"127.0.0.1:{free_port()}"), RANKS)
     return out
 
 
@@ -259,7 +260,7 @@ def test_copies_on_two_hosts_that_shard_their_weights_train_what_one_rank_does(
 ) -> None:
     mixture = saved("Mixtral", tmp_path / "mixture", num_local_experts=4, num_key_value_heads=2, num_experts_per_tok=2)
     models, out = dict(zip(REPLICATED, (tiny_model_dir, mixture), strict=True)), tmp_path / "four"
-    multiprocessing.spawn(replica, (models, out, f"127.0.0.1:{free_port()}"), nprocs=4)
+    run_ranks(replica, (models, out, f"127.0.0.1:{free_port()}"), 4)
     for name, model_dir in models.items():
         wanted = course(sharded(model_dir, name, Ranks()), tmp_path / "one" / name)
         found = wire.decode((out / name / "stats").read_bytes(), list[dict[str, object]], 1 << 20)
