@@ -40,9 +40,18 @@ def test_a_run_trains_among_the_tokens_that_it_sampled_from(loss: str, tmp_path:
     assert set(kept) <= {1, 2, 3}
 
 
-def test_a_server_that_does_not_say_what_it_could_sample_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "untold"),
+    [
+        ("--rollout.top_p=0.9", "which tokens could be sampled"),
+        ("--train.router_replay=true", "the experts of its tokens"),
+    ],
+)
+def test_a_server_that_does_not_tell_what_training_needs_is_refused(
+    setting: str, untold: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
     with threaded(tiny_model_dir) as engine, contract(engine.url) as (url, _):
-        process = start(tmp_path, tiny_model_dir, f'--engine.urls=["{url}"]', "--rollout.top_p=0.9")
+        process = start(tmp_path, tiny_model_dir, f'--engine.urls=["{url}"]', setting)
         _, err = process.communicate(timeout=200)
     assert process.returncode == 2
-    assert "its server does not report which tokens could be sampled" in err
+    assert f"its server does not report {untold}" in err

@@ -317,8 +317,8 @@ def _in_training(config: Config) -> Iterator[str]:
     if train.teacher_url is not None and rollout.temperature != 1.0:
         yield f"rollout.temperature: expected 1 with a URL as train.teacher, got {rollout.temperature:g}"
     groups, over_batch = train.groups_per_step, not train.compares_within_groups
-    if train.router_replay and (config.engine.urls or config.cluster.listen):
-        yield "train.router_replay: expected false with engine.urls or cluster.listen, whose engines tell no experts"
+    if train.router_replay and config.cluster.listen:
+        yield "train.router_replay: expected false with cluster.listen, whose engines tell no experts"
     if config.engine.adapters and not (train.lora.rank and config.engine.urls):
         yield "engine.adapters: expected false without engine.urls and a train.lora.rank above 0, got true"
     if groups % train.minibatches:

@@ -230,7 +230,7 @@ class TrainConfig(Section):
     critic: CriticConfig = Field(CriticConfig())
     lora: LoRAConfig = Field(LoRAConfig())
     router_replay: bool = Field(
-        False, description="Train each token with the experts that sampled it (R3; own engines)."
+        False, description="Train each token with the experts that sampled it (R3; not with cluster.listen)."
     )
     short_groups: Literal["pad", "keep"] = Field(
         "pad", description="`pad` replaces failed rollouts by repeated finished ones (GLM-5)."

@@ -145,7 +145,7 @@ class TrainSettings(TypedDict, total=False):
     critic: CriticSettings
     lora: LoRASettings
     router_replay: bool
-    """Train each token with the experts that sampled it (R3; own engines)."""
+    """Train each token with the experts that sampled it (R3; not with cluster.listen)."""
     short_groups: Literal["pad", "keep"]
     """`pad` replaces failed rollouts by repeated finished ones (GLM-5)."""
     overlong_tokens: int

@@ -1,5 +1,6 @@
 """Sizes of a causal language model, read from its files without torch."""
 
+import re
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
@@ -7,6 +8,8 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ModelError
+
+ROUTER = re.compile(r"\.layers\.(\d+)\.(?!self_attn).*\b(?:gate|router)\.weight$")
 
 Positive: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -54,3 +57,9 @@ def shapes_of(model_dir: Path) -> dict[str, list[int]]:
     if not shapes:
         raise ModelError(f"{files[0]}: expected weights, got no tensor")
     return shapes
+
+
+def router_experts(model_dir: Path) -> dict[int, int]:
+    """Number of experts by layer, of the layers with a router; from the shapes of the weights. Raises `ModelError`."""
+    shapes = shapes_of(model_dir).items()
+    return {int(found[1]): shape[0] for name, shape in shapes if (found := ROUTER.search(name)) and len(shape) == 2}

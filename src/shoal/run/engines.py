@@ -12,15 +12,15 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from shoal.cluster.registry import EngineRole
 from shoal.engine.external.detect_server import connect
-from shoal.engine.external.external_server import ForeignEngine
-from shoal.engine.pool.answers import MOST_TOKENS, AnswerRules
+from shoal.engine.pool.answers import MOST_TIED, MOST_TOKENS, AnswerRules
 from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.pool.replica import PoolEngine
 from shoal.engine.pool.routing import WAVE_SHARE
 from shoal.engine.server.http_client import HttpEngine, PullingEngine
 from shoal.engine.server.launch import EngineChild, engine_child
@@ -29,6 +29,7 @@ from shoal.model.file_sizes import sizes_of
 from shoal.net.process import GRACE_S, Child
 from shoal.net.run_server import LeasedWorker, RunServer
 from shoal.run.prepare import Prepared
+from shoal.types import Sampling
 
 START_TIMEOUT_S = 300.0
 SHORT_LIFE_S = 60.0
@@ -142,13 +143,13 @@ class RunEngines:
                     model_dir=prepared.model_dir,
                     sampling=sampling,
                     adapters=settings.adapters,
+                    routing=prepared.config.train.router_replay,
                 )
-                if sampling.records_kept and isinstance(engine, ForeignEngine):
+                try:
+                    await check_records(engine, sampling, routing=prepared.config.train.router_replay)
+                except BaseException:
                     await engine.aclose()
-                    raise ConfigError(
-                        "its server does not report which tokens could be sampled, and training has to know: set "
-                        "rollout.top_p = 1 and rollout.top_k = 0, or use Shoal's own engine"
-                    )
+                    raise
                 await self.pool.join(url, engine)
                 return
             except EngineUnavailable as error:
@@ -163,6 +164,28 @@ class RunEngines:
             finally:
                 ready.set()
             await asyncio.sleep(self.ask_again_s)
+
+
+async def check_records(engine: PoolEngine, sampling: Sampling, *, routing: bool) -> None:
+    """Raises `ConfigError` for an engine whose answers lack what training has to know of each token."""
+    if not (sampling.records_kept or routing):
+        return
+    refusal = ""
+    try:
+        (one,) = await engine.generate((1, 2, 3), replace(sampling, max_tokens=2))
+    except RequestRefused as error:
+        one, refusal = None, f" ({error})"
+    if sampling.records_kept and not (one and one.kept):
+        raise ConfigError(
+            f"its server does not report which tokens could be sampled{refusal}, and training has to know: start vLLM "
+            f"with --return-sampling-mask or --max-logprobs {sampling.top_k + MOST_TIED}, use Shoal's own engine, or "
+            "set rollout.top_p = 1 and rollout.top_k = 0"
+        )
+    if routing and not (one and one.routing):
+        raise ConfigError(
+            f"its server does not report the experts of its tokens{refusal}, which train.router_replay needs: start "
+            "vLLM with --enable-return-routed-experts, or Shoal's own engine with --record-routing"
+        )
 
 
 def _own_names(count: int) -> list[str]:

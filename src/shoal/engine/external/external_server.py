@@ -107,8 +107,9 @@ class ForeignEngine:
 
         Raises `ConfigError` when its logprobs are not those of the sampling distribution.
         """
+        cold = Sampling(1, temperature=0.01, top_k=sampling.top_k)
         checks = {
-            "temperature": (Sampling(1, temperature=0.01), sampling.temperature not in (0.0, 1.0)),
+            "temperature": (cold, sampling.temperature not in (0.0, 1.0)),
             "top_k": (Sampling(1, top_k=1), sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0),
         }
         reports_versions = True
@@ -182,9 +183,8 @@ class ForeignEngine:
         for span in spans:
             _check_label(span.version)
         try:
-            return Completion(
-                sampled.token_ids, _rounded(sampled.logprobs), versions_of(spans, count), sampled.finish_reason
-            )
+            streams = sampled.token_ids, _rounded(sampled.logprobs), versions_of(spans, count)
+            return Completion(*streams, sampled.finish_reason, sampled.routing, kept=sampled.kept)
         except ValueError as error:
             raise WrongAnswer(f"{self.abilities.server} gave an answer that cannot be: {error}") from error
 

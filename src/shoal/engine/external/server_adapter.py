@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from shoal.engine.pool.answers import MOST_TOKENS
 from shoal.engine.server.protocol import VersionSpan
 from shoal.errors import EngineUnavailable
 from shoal.net.client import Client
@@ -47,6 +48,10 @@ class SampledCompletion:
     finish_reason: FinishReason
     spans: Sequence[VersionSpan] | None
     """Spans by Version; None when the server does not report it."""
+    kept: tuple[bytes, ...] = ()
+    """As `Completion.kept`."""
+    routing: bytes = b""
+    """As `Completion.routing`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +146,12 @@ class HttpAdapter:
     adapter_routes: str
     """Path before the routes that load and unload adapters."""
 
-    def __init__(self, url: str, token: str = "") -> None:
+    def __init__(
+        self, url: str, token: str = "", vocabulary: int = MOST_TOKENS, routers: Mapping[int, int] | None = None
+    ) -> None:
+        """`routers` has the number of experts of each layer with a router, where a run replays the experts."""
         self._client = Client(url, token=token)
+        self._vocabulary, self._routers = vocabulary, routers or {}
 
     async def longest(self) -> int:
         """Tokens of the longest sequence that the server takes."""

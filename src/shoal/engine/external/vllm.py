@@ -4,15 +4,23 @@ The server needs `VLLM_SERVER_DEV_MODE=1` for pause, resume and the call that re
 `--enable-scale-out` (token ids in and out) and `--logprobs-mode processed_logprobs`
 (docs/guides/gpus.md).
 
+Where few tokens can be sampled, these are reported: by `--return-sampling-mask`, or as the likely tokens whose logprob
+is finite after top-k and top-p. Experts of each token come with `--enable-return-routed-experts`.
+
 The adapter sends no seeds: a seeded request whose prompt is computed in more than one chunk crashes 0.32.0 on a CPU
 ("CPU Generator does not use offset"). A long answer becomes such a request when new weights have it computed again.
 """
 
+import contextlib
+from array import array
+from base64 import b64decode
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from io import BytesIO
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from shoal.engine.external.server_adapter import (
     Abilities,
@@ -23,14 +31,17 @@ from shoal.engine.external.server_adapter import (
     finish_reason,
     numbered,
 )
-from shoal.engine.server.protocol import GeneratedChoice, GenerateResponse
-from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
-from shoal.net.client import words
-from shoal.types import Sampling
+from shoal.engine.pool.answers import MOST_TIED
+from shoal.engine.server.protocol import GeneratedChoice, TokenLogprob
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, WrongAnswer
+from shoal.net.client import UNREADABLE, words
+from shoal.types import MOST_KEPT, Sampling
 
 GENERATE = "/inference/v1/generate"
 NOT_SENT = frozenset({"seed", "grammar", "begun"})
-NO_LOGPROB = -9999.0  # vLLM's value for a missing logprob
+NO_LOGPROB = -9999.0  # vLLM's value for a missing logprob, and for one of -inf
+MOST_MASKED = 1 << 26
+"""Numbers in the sampling masks of one answer that may have all tokens."""
 METRICS = {
     "vllm:num_requests_running": "running",
     "vllm:num_requests_waiting": "waiting",
@@ -43,6 +54,25 @@ PAUSES = {
     StopMode.DRAIN: "mode=abort&clear_cache=true",  # drained: nothing runs any more
     StopMode.ABORT: "mode=abort&clear_cache=true",
 }
+
+
+class _Sampled(TokenLogprob):
+    top_logprobs: Sequence[TokenLogprob] = ()
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Sampled]
+
+
+class _Choice(GeneratedChoice):
+    logprobs: _Logprobs | None = None  # type: ignore[assignment]
+    sampling_mask: list[list[int]] | None = None
+    routed_experts: str | None = None
+    """A file of numpy in base64: experts [L - 1, layers, k], of all layers."""
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
 
 
 class _PromptLogprob(msgspec.Struct):
@@ -68,18 +98,22 @@ class VLLM(HttpAdapter):
     metrics = METRICS
     adapter_routes = "/v1"
     _longest = 0
+    _masks = False
+    """Whether the server was started with --return-sampling-mask: it then takes no request without a `top_k`."""
 
     async def abilities(self) -> Abilities:
         """Detects abilities by requesting each needed route, and an invalid pause mode."""
         version = (await self._client.ask("GET", "/version", _Version)).version
         if not await self._client.has_route("/collective_rpc"):
             raise ConfigError(f"engine.urls: vLLM {version} takes no weights; start it with VLLM_SERVER_DEV_MODE=1")
-        probe = _generation(Asked("probe", (1,), Sampling(1)))
+        probe = self._generation(Asked("probe", (1,), Sampling(1, top_k=MOST_KEPT + 1)))
         status, data = await self._client.status("POST", GENERATE, probe)
         if status in (403, 404):
             raise ConfigError(
                 f"engine.urls: vLLM {version} has no {GENERATE} ({words(data)}); start it with --enable-scale-out"
             )
+        with contextlib.suppress(*UNREADABLE):
+            self._masks = msgspec.json.decode(data, type=_Answer).choices[0].sampling_mask is not None
         self._longest = await self.longest()
         keeps = await self._keeps_requests()
         status, _ = await self._client.status("POST", GENERATE, {**probe, "priority": -1})
@@ -94,20 +128,21 @@ class VLLM(HttpAdapter):
 
     async def sample(self, asked: Asked) -> list[SampledCompletion]:
         """Samples completions; only `sampling.stop_token_ids` end them, not the model's own end tokens."""
-        body = _generation(asked)
+        body = self._generation(asked)
         if asked.priority is not None:
             body["priority"] = -asked.priority  # lower goes first in vLLM
         if asked.salt is not None:
             body["cache_salt"] = asked.salt
-        answer = await self._client.ask("POST", GENERATE, GenerateResponse, body)
-        return [_completion(choice) for choice in answer.choices]
+        answer = await self._client.ask("POST", GENERATE, _Answer, body)
+        return [self._completion(asked, choice) for choice in answer.choices]
 
     async def score(self, token_ids: Sequence[int], adapter: str | None = None) -> list[float]:
         """Logprobs of a prompt. vLLM samples a token with them, so a row must be shorter than the context."""
         if self._longest and len(token_ids) >= self._longest:
             raise RequestRefused(f"token_ids: expected fewer than {self._longest} tokens, got {len(token_ids)}")
         named = {} if adapter is None else {"model": adapter}
-        body = {"token_ids": list(token_ids), "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}, **named}
+        params = {"max_tokens": 1, "top_k": 1, "prompt_logprobs": 0}
+        body = {"token_ids": list(token_ids), "sampling_params": params, **named}
         answer = await self._client.ask("POST", GENERATE, _Scored, body)
         given = answer.prompt_logprobs or []
         if len(given) != len(token_ids):
@@ -144,24 +179,63 @@ class VLLM(HttpAdapter):
         """Ends all requests and returns their sampled tokens."""
         await self._client.post("/abort_requests", {})
 
+    def _generation(self, asked: Asked) -> dict[str, object]:
+        sampling = asked.sampling
+        if self._masks and sampling.temperature == 0:
+            sampling = replace(sampling, temperature=1.0, top_k=1)
+        if self._masks and not sampling.top_k:
+            if sampling.max_tokens * self._vocabulary > MOST_MASKED:
+                raise RequestRefused(
+                    f"top_k: expected at least 1 for {sampling.max_tokens} tokens, got 0; start vLLM without "
+                    "--return-sampling-mask to sample from all tokens"
+                )
+            sampling = replace(sampling, top_k=self._vocabulary)
+        tops = 0 if self._masks or not sampling.records_kept else sampling.top_k + MOST_TIED
+        params = {
+            **{name: value for name, value in asdict(sampling).items() if name not in NOT_SENT},
+            "n": asked.n,
+            "ignore_eos": True,
+            "logprobs": min(tops, self._vocabulary),
+            "detokenize": False,
+        }
+        named = {} if asked.adapter is None else {"model": asked.adapter}
+        return {"request_id": asked.name, "token_ids": list(asked.prompt_ids), "sampling_params": params, **named}
 
-def _generation(asked: Asked) -> dict[str, object]:
-    params = {
-        **{name: value for name, value in asdict(asked.sampling).items() if name not in NOT_SENT},
-        "n": asked.n,
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": False,
-    }
-    named = {} if asked.adapter is None else {"model": asked.adapter}
-    return {"request_id": asked.name, "token_ids": list(asked.prompt_ids), "sampling_params": params, **named}
+    def _completion(self, asked: Asked, choice: _Choice) -> SampledCompletion:
+        entries = choice.logprobs.content if choice.logprobs else []
+        logprobs = tuple(entry.logprob for entry in entries)
+        if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
+            raise EngineUnavailable(f"vLLM gave {len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
+        return SampledCompletion(
+            tuple(choice.token_ids),
+            logprobs,
+            finish_reason(choice.finish_reason),
+            choice.weight_versions,
+            self._kept(choice, entries) if asked.sampling.records_kept else (),
+            self._routing(choice, len(asked.prompt_ids) + len(choice.token_ids) - 1),
+        )
 
+    def _kept(self, choice: _Choice, entries: Sequence[_Sampled]) -> tuple[bytes, ...]:
+        """Tokens that could be sampled at each place. Raises `EngineUnavailable` where the answer leaves some out."""
+        sets = choice.sampling_mask
+        if sets is None:
+            sets = [[top.token_id for top in entry.top_logprobs if top.logprob > NO_LOGPROB] for entry in entries]
+            told = (len(entry.top_logprobs) for entry in entries)
+            if any(len(ids) == count < self._vocabulary for ids, count in zip(sets, told, strict=True)):
+                raise EngineUnavailable(f"vLLM could sample more than {MOST_TIED} tokens beyond top_k")
+        if len(sets) != len(choice.token_ids):
+            raise EngineUnavailable(f"vLLM gave {len(sets)} sampling masks for {len(choice.token_ids)} tokens")
+        return tuple(array("I", ids).tobytes() for ids in sets)
 
-def _completion(choice: GeneratedChoice) -> SampledCompletion:
-    entries = choice.logprobs.content if choice.logprobs else []
-    logprobs = tuple(entry.logprob for entry in entries)
-    if len(logprobs) != len(choice.token_ids) or NO_LOGPROB in logprobs:
-        raise EngineUnavailable(f"vLLM gave {len(logprobs)} logprobs for {len(choice.token_ids)} tokens")
-    return SampledCompletion(
-        tuple(choice.token_ids), logprobs, finish_reason(choice.finish_reason), choice.weight_versions
-    )
+    def _routing(self, choice: _Choice, positions: int) -> bytes:
+        """Experts as `Completion.routing` has them; none where the server or the run records none."""
+        if choice.routed_experts is None or not self._routers:
+            return b""
+        try:
+            experts_PLk = np.load(BytesIO(b64decode(choice.routed_experts)), allow_pickle=False)
+            stored = experts_PLk[:, sorted(self._routers)].astype(np.min_scalar_type(max(self._routers.values())))
+        except (ValueError, EOFError, IndexError) as error:
+            raise WrongAnswer(f"routed_experts: expected those of layer {max(self._routers)}, got {error}") from error
+        if len(stored) != positions:
+            raise EngineUnavailable(f"vLLM gave the experts of {len(stored)} tokens, expected {positions}")
+        return bytes(stored.tobytes())

@@ -20,6 +20,8 @@ LOWEST_LOGPROB = -3.4e38
 MOST_TOKENS = 2**31 - 1
 """Vocabulary of a model that does not report its size."""
 KEPT_BYTES = 4
+MOST_TIED = 16
+"""Tokens beyond `top_k` that may be sampled because they are as likely as the last of the `top_k`: vLLM on a CPU."""
 ROOM_LEFT = 8
 """Tokens of its context that an engine may leave unused where it ends an answer."""
 
@@ -84,8 +86,9 @@ def _check_kept(one: Completion, sampling: Sampling, rules: AnswerRules) -> None
     if len(one.kept) != places:
         raise _wrong("kept", f"the tokens that could be sampled at {places} places", len(one.kept))
     for token, kept in zip(one.token_ids, one.kept, strict=False):
-        if len(kept) % KEPT_BYTES or not KEPT_BYTES <= len(kept) <= KEPT_BYTES * sampling.top_k:
-            raise _wrong("kept", f"1 to {sampling.top_k} numbers of {KEPT_BYTES} bytes", f"{len(kept)} bytes")
+        most = sampling.top_k + MOST_TIED
+        if len(kept) % KEPT_BYTES or not KEPT_BYTES <= len(kept) <= KEPT_BYTES * most:
+            raise _wrong("kept", f"1 to {most} numbers of {KEPT_BYTES} bytes", f"{len(kept)} bytes")
         ids = set(array("I", kept))
         if token not in ids or len(ids) < len(kept) // KEPT_BYTES or max(ids) >= rules.vocab_size:
             raise _wrong("kept", f"different tokens below {rules.vocab_size} with {token} among them", sorted(ids)[:8])
