@@ -12,6 +12,7 @@ from shoal.environments.workspace import WorkspaceGame
 from shoal.interfaces import Model
 from shoal.tasks.sdk import environment
 from shoal.types import Message
+from shoal.workspace.changes import Worklog
 from shoal.workspace.fork import LIMITS, Workspace
 from shoal.workspace.tools import Tools
 
@@ -24,11 +25,12 @@ class Swe(WorkspaceGame, frozen=True):
     agent: str = "bare_loop"
     """Module with `work(problem, tools, client, turns)`: bare_loop, agents_sdk or mini_swe."""
 
-    async def play(self, workspace: Workspace, messages: list[Message], model: Model) -> None:
+    async def play(self, workspace: Workspace, messages: list[Message], model: Model) -> Worklog:
         """Gives the agent the workspace's tools, and the session of this rollout as its model."""
-        limits = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s)
-        tools = Tools(workspace, limits, self.most_characters)
+        limits, worklog = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s), Worklog(workspace)
+        tools = Tools(workspace, limits, self.most_characters, worklog)
         await import_module(self.agent).work(messages[-1].content, tools, model.openai(), self.turns)
+        return worklog
 
 
 swe = environment("swe", max_running=4, timeout_s=900.0)(Swe)

@@ -4,17 +4,20 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from openai import AsyncOpenAI
 
-from shoal.environments.workspace import small_task
+from shoal.environments.workspace import WorkspaceGame, command_in, small_task
+from shoal.net.client import session
+from shoal.net.openai_client import close_clients
+from shoal.tasks.remote_worker import HttpModel
+from shoal.types import Split
 from shoal.workspace.judge import judge
 from shoal.workspace.task import WorkspaceTask, opened
-from shoal.workspace.tools import Tools
 from stub_server import Stub, stubbed
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "swe"
@@ -57,26 +60,53 @@ def call(name: str, **arguments: str) -> dict[str, Any]:
     return {"content": None, "tool_calls": [{"id": "c", "type": "function", "function": function}]}
 
 
-async def reward(agent: str, messages: list[dict[str, Any]]) -> float:
+async def reward(agent: str, messages: list[dict[str, Any]], folder: Path) -> float:
     """Reward of an agent whose model answers so."""
-    work = import_module(agent).work
-    async with stubbed(Stub(Scripted(messages))) as url, AsyncOpenAI(base_url=url, api_key="x") as client:
-        with await opened(TASK) as workspace:
-            await work(TASK.problem, Tools(workspace), client, 4)
-            return (await judge(workspace, TASK)).reward
+    from swe import Swe
+
+    halves = [
+        msgspec.structs.replace(TASK, id=split, problem=f"{TASK.problem} ({split})", split=split) for split in Split
+    ]
+    (folder / "tasks.jsonl").write_bytes(b"\n".join(map(msgspec.json.encode, halves)))
+    game = Swe(tasks=str(folder / "tasks.jsonl"), agent=agent, turns=4)
+    async with stubbed(Stub(Scripted(messages))) as url, session(1) as http:
+        outcome = await game.rollout(game.draw(Split.TRAIN, 0), HttpModel(url, url, "x", http))
+    await close_clients()
+    assert "turned green: test_hidden.py" in outcome.evidence or not outcome.reward
+    assert outcome.reward is not None
+    return outcome.reward
 
 
 @pytest.mark.parametrize(
     ("agent", "mending"),
     [("bare_loop", {"content": f"```bash\n{MENDS}\n```"}), ("agents_sdk", call("bash", command=MENDS))],
 )
-def test_an_agent_mends_a_fault_by_commands_and_a_silent_one_does_not(agent: str, mending: dict[str, Any]) -> None:
-    assert asyncio.run(reward(agent, [mending, {"content": "DONE"}])) == 1.0
-    assert asyncio.run(reward(agent, [{"content": "DONE"}])) == 0.0
+def test_an_agent_mends_a_fault_by_commands_and_a_silent_one_does_not(
+    agent: str, mending: dict[str, Any], tmp_path: Path
+) -> None:
+    assert asyncio.run(reward(agent, [mending, {"content": "DONE"}], tmp_path)) == 1.0
+    assert asyncio.run(reward(agent, [{"content": "DONE"}], tmp_path)) == 0.0
 
 
-def test_an_agent_that_runs_out_of_turns_is_judged() -> None:
-    assert asyncio.run(reward("agents_sdk", [call("bash", command=MENDS)])) == 1.0
+def test_an_agent_that_runs_out_of_turns_is_judged(tmp_path: Path) -> None:
+    assert asyncio.run(reward("agents_sdk", [call("bash", command=MENDS)], tmp_path)) == 1.0
+
+
+def test_the_careless_teacher_mends_some_programs_of_the_training_split() -> None:
+    from lessons import conversations
+
+    async def played(lesson: dict[str, Any], index: int) -> float:
+        game = WorkspaceGame()
+        task = game.draw(Split.TRAIN, index)
+        assert task.messages[-1].content == lesson["messages"][1]["content"]
+        with await opened(game.task_of(task)) as workspace:
+            commands = [command_in(said["content"]) for said in lesson["messages"] if said["role"] == "assistant"]
+            shown = [(await workspace.run(command)).stdout.decode() for command in commands if command]
+            assert shown[0] == lesson["messages"][3]["content"]
+            return (await judge(workspace, game.task_of(task))).reward
+
+    lessons = enumerate(islice(conversations(seed=0), 8))
+    assert {asyncio.run(played(lesson, index)) for index, lesson in lessons} == {0.0, 1.0}
 
 
 def test_the_control_swaps_the_hidden_tests_within_a_split() -> None:
