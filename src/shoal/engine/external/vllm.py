@@ -220,8 +220,8 @@ class VLLM(HttpAdapter):
         sets = choice.sampling_mask
         if sets is None:
             sets = [[top.token_id for top in entry.top_logprobs if top.logprob > NO_LOGPROB] for entry in entries]
-            told = (len(entry.top_logprobs) for entry in entries)
-            if any(len(ids) == count < self._vocabulary for ids, count in zip(sets, told, strict=True)):
+            counts = (len(entry.top_logprobs) for entry in entries)
+            if any(len(ids) == count < self._vocabulary for ids, count in zip(sets, counts, strict=True)):
                 raise EngineUnavailable(f"vLLM could sample more than {MOST_TIED} tokens beyond top_k")
         if len(sets) != len(choice.token_ids):
             raise EngineUnavailable(f"vLLM gave {len(sets)} sampling masks for {len(choice.token_ids)} tokens")
