@@ -108,6 +108,35 @@ def test_questions_are_found_by_text_and_ordered_by_their_change(tmp_path: Path)
     assert [one.step for one in answers(run_dir, "held-out-1")] == [6, 1]
 
 
+def test_two_runs_answer_the_same_held_out_questions_side_by_side(tmp_path: Path) -> None:
+    async def check() -> None:
+        early, late = await made(tmp_path / "early", 6), await made(tmp_path / "late", 11)
+        _, (first, second), _ = questions(early, Questions(sort="behind"), late)
+        assert [(one.id, one.other, round(one.lead, 2)) for one in (first, second)] == [
+            ("held-out-1", 0.55, -0.25),
+            ("held-out-0", 0.5, 0.0),
+        ]
+        async with viewing(early, late) as url, aiohttp.ClientSession() as http:
+
+            async def page(path: str, status: int = 200) -> str:
+                async with http.get(url + path) as answer:
+                    assert answer.status == status, path
+                    return await answer.text()
+
+            shown = await page("/heldout?run=early&other=late&sort=behind")
+            assert '<td>0.55</td><td class="bad">-0.25</td>' in shown
+            (link,) = re.findall(r'href="(/question\?[^"]*other=late[^"]*id=held-out-1)"', shown)
+            both = await page(link.replace("&amp;", "&"))
+            heads = re.findall(r"<h2>(.*?)</h2>", both)
+            assert heads == ["early: 2 answers, newest first", "late: 3 answers, newest first"]
+            assert both.index("after 6 steps") < both.index("late: 3 answers") < both.index("after 11 steps")
+            alone = await page("/question?run=early&id=held-out-1")
+            assert re.findall(r"<h2>(.*?)</h2>", alone) == ["2 answers, newest first"]
+            assert "run: expected one of early, late" in await page("/heldout?run=early&other=nothing", 404)
+
+    asyncio.run(check())
+
+
 def test_of_many_evaluations_the_first_and_the_newest_are_read() -> None:
     files = [Path(str(step)) for step in range(1000)]
     chosen = spaced(files)

@@ -26,7 +26,9 @@ class Questions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     run: str = ""
     text: str = ""
-    sort: Literal["worse", "better", "lowest", "asked"] = "worse"
+    sort: Literal["worse", "better", "lowest", "asked", "behind"] = "worse"
+    other: str = ""
+    """Another run whose last rewards are shown, too."""
     page: int = 1
 
 
@@ -38,6 +40,13 @@ class HeldOutQuestion:
     task: str
     text: str
     rewards: Sequence[float | None]
+    other: float | None = None
+    """The last reward of another run."""
+
+    @property
+    def lead(self) -> float:
+        """The last reward less that of the other run; 0 where one is missing."""
+        return 0.0 if self.other is None or self.rewards[-1] is None else self.rewards[-1] - self.other
 
     @property
     def change(self) -> float:
@@ -61,21 +70,34 @@ def spaced(files: Sequence[Path]) -> list[Path]:
     return list(files) if last < parts else [files[round(i * last / parts)] for i in range(parts + 1)]
 
 
-def questions(run_dir: Path, wanted: Questions) -> tuple[list[int], list[HeldOutQuestion], int]:
+def questions(
+    run_dir: Path, wanted: Questions, other: Path | None = None
+) -> tuple[list[int], list[HeldOutQuestion], int]:
     """Steps of the evaluations, one page of questions, and the number of pages. Raises `RunDirError`."""
     files = spaced(answer_files(run_dir))
     scores = [_scores(file, file.stat().st_mtime_ns) for file in files]
+    others = {} if other is None else _last_rewards(other)
     texts = {name: known for one in scores for name, known in one.texts.items()}
     found = [
-        HeldOutQuestion(name, task, text, [one.rewards.get(name) for one in scores])
+        HeldOutQuestion(name, task, text, [one.rewards.get(name) for one in scores], others.get(name))
         for name, (task, text) in texts.items()
         if wanted.text.lower() in text.lower()
     ]
-    orders = {"worse": lambda one: one.change, "better": lambda one: -one.change, "lowest": lambda one: one.last}
+    orders = {
+        "worse": lambda one: one.change,
+        "better": lambda one: -one.change,
+        "lowest": lambda one: one.last,
+        "behind": lambda one: one.lead,
+    }
     if wanted.sort in orders:
         found.sort(key=orders[wanted.sort])
     first = (max(1, wanted.page) - 1) * PER_PAGE
     return [one.step for one in scores], found[first : first + PER_PAGE], -(-len(found) // PER_PAGE)
+
+
+def _last_rewards(run_dir: Path) -> dict[str, float | None]:
+    newest = answer_files(run_dir)[-1:]
+    return _scores(newest[0], newest[0].stat().st_mtime_ns).rewards if newest else {}
 
 
 def answers(run_dir: Path, question_id: str) -> list[HeldOutAnswer]:

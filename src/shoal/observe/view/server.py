@@ -2,7 +2,7 @@
 
     GET /                 the overview of all runs
     GET /rollouts         a run's rollouts, filtered; /group: one group side by side; /tokens: the tokens of one answer
-    GET /heldout          held-out questions across time; /question: all answers to one
+    GET /heldout          held-out questions across time; /question: all answers to one; also of two runs side by side
     GET /waits, /swarm    what a run waits for; whom it learns with
     GET /cost             hours, tokens and prices of all runs
     GET /charts/NAME      the lines of a page's charts as JSON; 204 when `since` is the newest stamp
@@ -92,6 +92,8 @@ class QuestionOf(msgspec.Struct, forbid_unknown_fields=True):
 
     id: str
     run: str = ""
+    other: str = ""
+    """Another run whose answers are shown, too."""
     raw: bool = False
 
 
@@ -154,7 +156,9 @@ class ViewServer:
 
     def _run(self, http: Request) -> WatchedRun:
         """The run that a request names; the first one when it names none."""
-        name = http.query_params.get("run", next(iter(self._runs)))
+        return self._named(http.query_params.get("run", next(iter(self._runs))))
+
+    def _named(self, name: str) -> WatchedRun:
         if name not in self._runs:
             raise Refused(404, f"run: expected one of {', '.join(self._runs)}, got {name[:200]!r}")
         return self._runs[name]
@@ -252,7 +256,8 @@ class ViewServer:
 
     def _held_out(self, http: Request) -> Response:
         run, wanted = self._run(http), _asked(http, Questions)
-        steps, found, pages = questions(run.run_dir, wanted)
+        other = self._named(wanted.other).run_dir if wanted.other else None
+        steps, found, pages = questions(run.run_dir, wanted, other)
         return self._page(
             http,
             "heldout.html",
@@ -265,7 +270,9 @@ class ViewServer:
 
     def _question(self, http: Request) -> Response:
         run, wanted = self._run(http), _asked(http, QuestionOf)
-        given = answers(run.run_dir, wanted.id)
+        shown = [run, *([self._named(wanted.other)] if wanted.other else [])]
+        of_run = {one.name: answers(one.run_dir, wanted.id) for one in shown}
+        given = of_run[run.name]
         if not given:
             raise Refused(404, f"id: expected a held-out question of this run, got {wanted.id[:200]!r}")
         return self._page(
@@ -276,7 +283,10 @@ class ViewServer:
             first=given[0],
             truth=shortened(given[0].truth or ""),
             question=[said(message) for message in given[0].messages[: given[0].asked]],
-            given=[(one, [said(message) for message in one.messages[one.asked :]]) for one in given],
+            given={
+                name: [(one, [said(message) for message in one.messages[one.asked :]]) for one in some]
+                for name, some in of_run.items()
+            },
         )
 
     def _cost(self, http: Request) -> Response:
