@@ -206,9 +206,18 @@ def distance(one: Weights, other: Weights) -> float:
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
-    """Rank correlation of values without ties."""
-    one, other = (np.argsort(np.argsort(np.array(values))).astype(np.float64) for values in (first, second))
-    return float(np.corrcoef(one, other)[0, 1])
+    """Rank correlation; equal values share the mean of their ranks, so groups without influence have no order."""
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def ranks(values: Sequence[float]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+    """Ranks from 1.
+
+    >>> ranks([5.0, 0.0, 0.0])
+    array([3. , 1.5, 1.5])
+    """
+    _, inverse, counts = np.unique(np.array(values), return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
 
 def summary(runs: Sequence[Record]) -> list[Record]:
