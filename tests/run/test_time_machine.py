@@ -126,5 +126,5 @@ def test_influence_ranks_groups_as_leaving_each_out_does(run: Path, tiny_model_d
         return sum(float((found[one][key] - found[other][key]).square().sum()) for key in found[one]) ** 0.5
 
     change = [distance(f"{name}4", "4") / distance("3", "4") for name in influence]
-    assert spearman([*influence.values()], change) >= 0.8  # each run is another one; experiments/time_machine has .94 to 1
+    assert spearman([*influence.values()], change) >= 0.8  # .94 to 1 in experiments/time_machine
     assert max(change) > 2 * min(change)
