@@ -1,4 +1,4 @@
-"""A run on engines and scorers of which one turns rogue: it goes on with the others, is killed, and resumes.
+"""A run on engines and scorers of which one turns rogue: it goes on with the others, or is killed and resumes.
 
 The rogue engine is a real one behind a proxy that changes its answers. Its weights, Versions and canaries are right.
 """
@@ -97,15 +97,20 @@ async def scored(request: web.Request) -> web.Response:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("lie", "why", "settings"),
+    ("lie", "why", "settings", "resumes"),
     [
-        (other_tokens, "its logprobs differ", ()),
-        (frozen_version, "version: expected", ()),
-        (without_sets, "kept: expected", ("--rollout.top_k=40",)),
+        (other_tokens, "its logprobs differ", (), True),
+        (frozen_version, "version: expected", (), False),
+        (without_sets, "kept: expected", ("--rollout.top_k=40",), False),
     ],
 )
 def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
-    lie: Callable[[str, Any], Any], why: str, settings: tuple[str, ...], tmp_path: Path, tiny_model_dir: Path
+    lie: Callable[[str, Any], Any],
+    why: str,
+    settings: tuple[str, ...],
+    resumes: bool,
+    tmp_path: Path,
+    tiny_model_dir: Path,
 ) -> None:
     wrong = itertools.cycle(WRONG_REWARDS)
 
@@ -133,6 +138,8 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
             await until(lambda: steps() > seen + 3)
             process.kill()
             await asyncio.to_thread(process.communicate)
+            if not resumes:
+                return
             more = f"--train.steps={steps() + 10}"
             process = start(tmp_path, tiny_model_dir, "--resume", more, *where, **{TOKEN_VARIABLE: TOKEN})
             err = (await asyncio.to_thread(process.communicate, timeout=240))[1]
@@ -143,7 +150,7 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
     report = audit(tmp_path / "run")
     assert report.ok, report.sentences()
     assert why in left_out(tmp_path / "run")
-    assert events(tmp_path / "run").count("engine_lost") >= 3
+    assert events(tmp_path / "run").count("engine_lost") >= (3 if resumes else 1)
 
 
 def left_out(run: Path) -> str:

@@ -44,8 +44,10 @@ class Found:
         return [Reward(float(str(task.answer) in answer)) for answer in answers]
 
 
-ASKS = """from openai import OpenAI
-OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "go"}])"""
+ASKS = """import json, os, urllib.request
+body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": "go"}]}).encode()
+headers = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "content-type": "application/json"}
+urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers))"""
 """An agent's one question to the model."""
 
 
@@ -181,13 +183,14 @@ def test_what_a_command_left_or_said_last_is_scored(
 
 
 @pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
-@pytest.mark.parametrize(("command", "value"), [("echo river | rev > answer.txt", 1.0), ("true", 0.0)])
-def test_the_starter_with_a_shell_is_scored_by_what_its_commands_left(command: str, value: float) -> None:
+def test_the_starter_with_a_shell_is_scored_by_what_its_commands_left() -> None:
     task = Task("w/0", "w", (Message(Role.USER, "reverse river"),), "revir")
     script = str(ROOT / "examples" / "start" / "agent" / "shell.py")
     play = command_play(Named([sys.executable, script], answer_file="answer.txt"))
-    (rollout,) = played(play, f"```sh\n{command}\n```", "done", task=task, scoring=Found(), timeout_s=60)
-    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, value), rollout.reason
+    (rollout,) = played(
+        play, "```sh\necho river | rev > answer.txt\n```", "done", task=task, scoring=Found(), timeout_s=60
+    )
+    assert (rollout.status, rollout.reward.value) == (RolloutStatus.FINISHED, 1.0), rollout.reason
     assert len(rollout.turns) == 2
 
 

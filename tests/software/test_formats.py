@@ -12,7 +12,6 @@ from shoal.errors import TaskError
 from shoal.software.checking import checked
 from shoal.software.formats import changed, oracle, recipe_of, reversed_patch, tasks_of
 from shoal.software.images import DockerLike, image_tree
-from shoal.software.planting import make_set
 from shoal.workspace.changes import difference_of
 from shoal.workspace.reports import ReportKind
 from shoal.workspace.tree import tree_of
@@ -158,13 +157,6 @@ def test_a_folder_of_tasks_gives_each(tmp_path: Path) -> None:
     harbor(tmp_path / "tasks" / "a")
     terminal_bench(tmp_path / "tasks" / "b")
     assert [task.id for task in tasks_of(tmp_path / "tasks")] == ["a", "b"]
-
-
-def test_a_planted_set_is_read_as_instances_of_swe_smith(tmp_path: Path) -> None:
-    make_set(str(written(tmp_path / "numbers")), tmp_path / "out", most=2, limit_s=60, seed=0)
-    tasks = list(tasks_of(tmp_path / "out" / "numbers"))
-    assert len(tasks) == 2
-    assert asyncio.run(checked(tasks[0])).is_sound
 
 
 def test_an_instance_of_swe_bench_has_its_tests_from_the_test_patch(tmp_path: Path) -> None:

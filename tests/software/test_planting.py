@@ -1,5 +1,6 @@
 """Software tasks from a package: kept faults, left-out tests, and both checks of each task."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 from faulty_package import SOURCE, written
 from shoal.errors import TaskError
+from shoal.software.checking import checked
+from shoal.software.formats import tasks_of
 from shoal.software.in_sandbox.suite import TestRun
 from shoal.software.instances import INSTANCES, Instance, package_tree
 from shoal.software.planting import make_set, statement
@@ -83,6 +86,13 @@ def test_a_statement_has_the_errors_and_not_the_fault(made: tuple[Path, dict[str
         assert "assert" in one.problem_statement
         assert one.function_lines < 10
     assert "a test fails" in statement("numbers", {"tests/test_a.py::test_b": "E   AssertionError"})
+
+
+def test_a_set_is_read_as_instances_of_swe_smith(made: tuple[Path, dict[str, object], list[Instance]]) -> None:
+    _, numbers, instances = made
+    tasks = list(tasks_of(Path(str(numbers["folder"]))))
+    assert len(tasks) == len(instances)
+    assert asyncio.run(checked(tasks[0])).is_sound
 
 
 def test_a_package_without_green_tests_is_refused(tmp_path: Path) -> None:

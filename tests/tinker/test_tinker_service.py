@@ -123,9 +123,9 @@ def rows(model: str) -> bytes:
     return proto(gradients(weights=floats(1.0)) | {"model_id": model, "seq_id": 1})
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    asked=st.lists(st.tuples(st.sampled_from(KINDS), st.none() | st.sampled_from(BODIES)), min_size=1, max_size=6),
+    asked=st.lists(st.tuples(st.sampled_from(KINDS), st.none() | st.sampled_from(BODIES)), min_size=1, max_size=30),
     script=st.lists(st.sampled_from(RAISED), min_size=1, max_size=4),
     samples=st.lists(st.sampled_from([*BODIES, b'{"prompt":{"chunks":[]}}']), max_size=3),
 )
