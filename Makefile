@@ -51,7 +51,7 @@ gpu: $(VENV)/dev-installed
 	$(BIN)/python tools/gpu_page.py
 
 hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
-	$(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py tests/sandbox/test_hostile_agents.py
+	SHOAL_HOSTILE=all $(BIN)/python -m pytest tests/sandbox/test_sandbox.py tests/sandbox/test_sandbox_hostile.py tests/sandbox/test_hostile_agents.py
 
 fuzz: $(VENV)/dev-installed
 	PYTHONPATH=. $(BIN)/python tests/support/fuzz_servers.py 100000

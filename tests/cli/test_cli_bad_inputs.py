@@ -49,26 +49,27 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[st
             yield from settings_of(inner[0], f"{prefix}{name}.{'0.' if get_origin(field.annotation) is list else ''}")
 
 
+HOSTILE = (*("0x1" + "0" * 20, "9" * 5000, "1e400", "[" * 3000, "{x = " * 40 + "1" + "}" * 40), "\udcff")
+"""What is refused before it is any setting's value; tried on one setting in ten."""
+
+
 def wrong_values(field: FieldInfo) -> Iterator[str]:
     """TOML of values that a setting cannot have."""
     annotation = field.annotation
     yield '[["x"]]'
     if annotation in (int, float):
-        yield from ("inf", "nan", '"many"', "99999999999999999999", "-99999999999999999999", "true", "[1]")
-        yield from ("0x1" + "0" * 20, "9" * 5000, "1e400", "1979-05-27")
+        yield from ("inf", "nan", '"many"', "99999999999999999999", "true", "[1]", "1979-05-27")
     elif annotation is str:
-        yield from ('"a\\u0000b"', "1", "1979-05-27", "\udcff")
+        yield from ('"a\\u0000b"', "1", "1979-05-27")
     elif annotation is bool:
         yield from ("2", '"perhaps"', "{}")
     elif get_origin(annotation) is Literal:
         yield from ('"nonsense"', "1", "{}")
-    yield "[" * 3000
-    yield "{x = " * 40 + "1" + "}" * 40
 
 
 def setting_cases() -> Iterator[Case]:
-    for key, field in settings_of(Config):
-        for value in wrong_values(field):
+    for number, (key, field) in enumerate(settings_of(Config)):
+        for value in (*wrong_values(field), *(HOSTILE if number % 10 == 0 else ())):
             yield Case(f"{key}={value[:30]}", ["train", "CONFIG", "--dry-run", f"--{key}={value}"], key.split(".")[0])
     for kind in LOSSES:
         loss = kind.model_fields["name"].default

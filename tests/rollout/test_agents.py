@@ -137,14 +137,6 @@ def test_no_more_rollouts_play_at_once_than_may(max_at_once: int | None, most: i
     assert max(seen) == most
 
 
-def test_a_conversation_that_fills_the_context_is_truncated_and_trained_with() -> None:
-    (rollout,) = played(function_play(talk_on), max_model_len=400)
-    assert rollout.status is RolloutStatus.TRUNCATED
-    assert rollout.reason.startswith("context: ")
-    assert len(rollout.turns) > 1
-    assert rollout.reward.value == 0
-
-
 async def overflowed(client: openai.AsyncOpenAI) -> None:
     """One good answer, then a request that does not fit a context of 400 tokens."""
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
@@ -212,48 +204,25 @@ async def overflow_in_other_words(task: Task, client: openai.AsyncOpenAI) -> Non
     await lose_the_world_by_an_overflow(client, RuntimeError("the model refused"))
 
 
-def test_an_error_raised_from_a_full_context_is_a_full_context() -> None:
-    (rollout,) = played(function_play(overflow_in_other_words), max_model_len=400)
-    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.0)
-
-
-async def refuse_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> None:
-    answer = await client.responses.create(model="policy", input="go on", max_output_tokens=1)
-    if answer.status == "incomplete":
-        raise RuntimeError("the response is incomplete")
-
-
-def test_an_agent_that_raises_for_an_answer_cut_by_max_tokens_is_truncated() -> None:
-    (rollout,) = played(function_play(refuse_a_cut_answer), max_model_len=400)
-    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.0)
-    assert "max_tokens cut its answer" in rollout.reason
-
-
 async def take_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> float:
-    await client.responses.create(model="policy", input="go on", max_output_tokens=1)
+    answer = await client.responses.create(model="policy", input="go on", max_output_tokens=1)
+    assert answer.status == "incomplete"
     return 0.5
 
 
-def test_an_agent_that_ends_with_a_cut_answer_is_truncated_with_its_reward() -> None:
-    (rollout,) = played(function_play(take_a_cut_answer), max_model_len=400)
-    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.5)
-    assert rollout.reason == "policy: max_tokens cut its answer"
+async def refuse_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> None:
+    await take_a_cut_answer(task, client)
+    raise RuntimeError("the response is incomplete")
 
 
 async def lose_a_file_after_a_cut_answer(task: Task, client: openai.AsyncOpenAI) -> None:
-    await client.responses.create(model="policy", input="go on", max_output_tokens=1)
+    await take_a_cut_answer(task, client)
     raise RuntimeError("no world") from FileNotFoundError("world.json")
-
-
-def test_an_error_of_the_system_after_a_cut_answer_is_no_fault_of_the_policy() -> None:
-    (rollout,) = played(function_play(lose_a_file_after_a_cut_answer), max_model_len=400)
-    assert rollout.status is RolloutStatus.FAILED
 
 
 async def compact_and_answer(task: Task, client: openai.AsyncOpenAI) -> float:
     await overflowed(client)
-    await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "in short"}])
-    return 0.75
+    return (await one_answer(task, client)).reward or 0.0
 
 
 async def give_up_in_words(task: Task, client: openai.AsyncOpenAI) -> float:
@@ -265,13 +234,25 @@ async def too_long_from_the_start(task: Task, client: openai.AsyncOpenAI) -> Non
     await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "go on " * 400}])
 
 
-def test_a_full_context_is_the_policy_s_only_where_it_was_the_end_and_something_had_been_sampled() -> None:
-    (rollout,) = played(function_play(compact_and_answer), max_model_len=400)
-    assert (rollout.status, rollout.reward.value, rollout.reason) == (RolloutStatus.FINISHED, 0.75, "")
-    (rollout,) = played(function_play(give_up_in_words), max_model_len=400)
-    assert (rollout.status, rollout.reward.value) == (RolloutStatus.TRUNCATED, 0.25)
-    (rollout,) = played(function_play(too_long_from_the_start), max_model_len=400)
-    assert rollout.status is RolloutStatus.FAILED
+@pytest.mark.parametrize(
+    ("agent", "status", "value", "reason"),
+    [
+        (talk_on, RolloutStatus.TRUNCATED, 0.0, "context: "),
+        (overflow_in_other_words, RolloutStatus.TRUNCATED, 0.0, ""),
+        (refuse_a_cut_answer, RolloutStatus.TRUNCATED, 0.0, "policy: max_tokens cut its answer, and then "),
+        (take_a_cut_answer, RolloutStatus.TRUNCATED, 0.5, "policy: max_tokens cut its answer"),
+        (lose_a_file_after_a_cut_answer, RolloutStatus.FAILED, 0.0, ""),
+        (give_up_in_words, RolloutStatus.TRUNCATED, 0.25, ""),
+        (compact_and_answer, RolloutStatus.FINISHED, 0.5, ""),
+        (too_long_from_the_start, RolloutStatus.FAILED, 0.0, ""),
+    ],
+)
+def test_a_full_context_or_a_cut_answer_is_the_policy_s_where_it_was_the_end_and_something_had_been_sampled(
+    agent: Any, status: RolloutStatus, value: float, reason: str
+) -> None:
+    (rollout,) = played(function_play(agent), max_model_len=400)
+    assert (rollout.status, rollout.reward.value) == (status, value)
+    assert rollout.reason.startswith(reason)
 
 
 async def ask_often(task: Task, client: openai.AsyncOpenAI) -> float:

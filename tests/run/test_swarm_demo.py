@@ -36,7 +36,7 @@ def test_a_few_steps_of_the_demonstration(tmp_path: Path, monkeypatch: pytest.Mo
     tiny = Recipe(width=32, heads=2, feed_forward=64, steps=2, pool=100)
     recipes = (("large", tiny), ("small", replace(tiny, layers=1, tokenizer="pairs")))
     conditions = (DemoCondition.SWARM,)  # without a swarm, `shoal train` is what other tests run
-    plan = DemoPlan(tmp_path / "demo", steps=4, questions=4, recipes=recipes, frozen=tiny, conditions=conditions)
+    plan = DemoPlan(tmp_path / "demo", steps=2, questions=4, recipes=recipes, frozen=tiny, conditions=conditions)
     found = run_swarm_demo(plan)
     for condition in ("before", *conditions):
         assert set(found[condition]) == {"large", "small"}  # type: ignore[call-overload]

@@ -295,93 +295,78 @@ def test_answers_that_hang_are_wrong_and_stop_being_tried(judge: Judge) -> None:
     assert judge._scorer.scored == 2  # type: ignore[attr-defined]  # the fake of this file
 
 
-def sent_to(judge: Judge, how: str) -> Callable[[], Awaitable[bytes]]:
-    """Something that a judge must refuse."""
-
-    async def late_second() -> bytes:
-        challenge = await challenged(judge)
-        await judge.verdict(answers(challenge, right(challenge)))
-        return await judge.verdict(answers(challenge, right(challenge)))
-
-    async def of_another() -> bytes:
-        return await judge.verdict(answers(await challenged(judge), ["1"] * 4, OTHER))
-
-    async def too_few() -> bytes:
-        return await judge.verdict(answers(await challenged(judge), ["1"]))
-
-    async def too_many_open() -> bytes:
-        for _ in range(3):
-            await challenged(judge)
-        tick(judge)
-        return await judge.challenge(ask(judge))
-
-    async def repeated() -> bytes:
-        tick(judge)
-        asked = ask(judge)
-        await judge.challenge(asked)
-        return await judge.challenge(asked)
-
-    async def at_the_same_time() -> bytes:
-        challenge = await challenged(judge)
-        both = [judge.verdict(answers(challenge, right(challenge))) for _ in range(2)]
-        found = await asyncio.gather(*both, return_exceptions=True)
-        assert isinstance(found[0], bytes)
-        assert isinstance(found[1], Refused)
-        raise found[1]
-
-    async def hoarding() -> bytes:
-        for _ in range(12):
-            await judged(judge, ["1"] * 4)
-        raise AssertionError("expected a limit")
-
-    async def crowd() -> bytes:
-        for _ in range(31):
-            await challenged(judge, Identity.fresh())
-        raise AssertionError("expected a limit")
-
-    sent: dict[str, Callable[[], Awaitable[bytes]]] = {
-        "answered": late_second,
-        "no such challenge": of_another,
-        "expected 4, got 1": too_few,
-        "open challenges first": too_many_open,
-        "you asked for this": repeated,
-        "being graded": at_the_same_time,
-        "one challenge every": hoarding,
-        "newcomers": crowd,
-        "signature": lambda: judge.challenge(signed(ME, Answers("", "", ()))),
-        "expected wire format": lambda: judge.challenge(b"\x00"),
-        "expected at most": lambda: judge.challenge(bytes(MOST_BYTES + 1)),
-        "for the judge": lambda: judge.challenge(
-            signed(ME, ChallengeRequest("f" * 32, "m", Condition.SOLO, 7, judge.now_s()))
-        ),
-        "set your clock": lambda: judge.challenge(
-            signed(ME, ChallengeRequest(HERE.peer_id, "m", Condition.SOLO, 7, judge.now_s() - 900))
-        ),
-    }
-    return sent[how]
+async def answered_twice(judge: Judge) -> bytes:
+    challenge = await challenged(judge)
+    await judge.verdict(answers(challenge, right(challenge)))
+    return await judge.verdict(answers(challenge, right(challenge)))
 
 
-@pytest.mark.parametrize(
-    "why",
-    [
-        "answered",
-        "no such challenge",
-        "expected 4, got 1",
-        "open challenges first",
-        "you asked for this",
-        "being graded",
-        "one challenge every",
-        "newcomers",
-        "signature",
-        "expected wire format",
-        "expected at most",
-        "for the judge",
-        "set your clock",
-    ],
-)
+async def one_too_many_open(judge: Judge) -> bytes:
+    for _ in range(3):
+        await challenged(judge)
+    tick(judge)
+    return await judge.challenge(ask(judge))
+
+
+async def repeated(judge: Judge) -> bytes:
+    tick(judge)
+    asked = ask(judge)
+    await judge.challenge(asked)
+    return await judge.challenge(asked)
+
+
+async def answered_at_the_same_time(judge: Judge) -> bytes:
+    challenge = await challenged(judge)
+    both = [judge.verdict(answers(challenge, right(challenge))) for _ in range(2)]
+    found = await asyncio.gather(*both, return_exceptions=True)
+    assert isinstance(found[0], bytes)
+    assert isinstance(found[1], Refused)
+    raise found[1]
+
+
+async def answers_to(judge: Judge, texts: Sequence[str], identity: Identity = ME) -> bytes:
+    return await judge.verdict(answers(await challenged(judge), texts, identity))
+
+
+async def hoarded(judge: Judge) -> bytes:
+    for _ in range(12):
+        await judged(judge, ["1"] * 4)
+    raise AssertionError("expected a limit")
+
+
+async def crowded(judge: Judge) -> bytes:
+    for _ in range(31):
+        await challenged(judge, Identity.fresh())
+    raise AssertionError("expected a limit")
+
+
+def asked_of(judge: Judge, peer_id: str = HERE.peer_id, late_s: float = 0.0) -> Awaitable[bytes]:
+    request = ChallengeRequest(peer_id, "m", Condition.SOLO, 7, judge.now_s() - late_s)
+    return judge.challenge(signed(ME, request))
+
+
+REFUSED: dict[str, Callable[[Judge], Awaitable[bytes]]] = {
+    "answered": answered_twice,
+    "no such challenge": lambda judge: answers_to(judge, ["1"] * 4, OTHER),
+    "expected 4, got 1": lambda judge: answers_to(judge, ["1"]),
+    "open challenges first": one_too_many_open,
+    "you asked for this": repeated,
+    "being graded": answered_at_the_same_time,
+    "one challenge every": hoarded,
+    "newcomers": crowded,
+    "signature": lambda judge: judge.challenge(signed(ME, Answers("", "", ()))),
+    "expected wire format": lambda judge: judge.challenge(b"\x00"),
+    "expected at most": lambda judge: judge.challenge(bytes(MOST_BYTES + 1)),
+    "for the judge": lambda judge: asked_of(judge, "f" * 32),
+    "set your clock": lambda judge: asked_of(judge, late_s=900),
+}
+"""What a judge must refuse, by its words."""
+
+
+@pytest.mark.parametrize("why", REFUSED)
 def test_a_judge_refuses(judge: Judge, why: str) -> None:
     async def main() -> None:
-        await sent_to(judge, why)()
+        await REFUSED[why](judge)
 
     with pytest.raises(Refused, match=why):
         asyncio.run(main())

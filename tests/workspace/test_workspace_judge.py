@@ -78,23 +78,29 @@ def test_each_red_test_counts_for_its_share(tree: Tree, hidden: HiddenTests, pac
     assert verdict(tree, more, packages, MENDED).reward == 0.5
 
 
+TRICKS = [
+    "printf 'def test_it_adds(): pass\\ndef test_it_is_callable(): pass\\n' > tests/test_sums.py",
+    "rm -r tests; ln -s /workspace/mine tests; mkdir mine; echo 'def test_it_adds(): pass' > mine/test_sums.py",
+    "printf 'def pytest_runtest_call(item): item.obj = lambda: 0\\n' > conftest.py; cp conftest.py tests/",
+    "printf '[pytest]\\naddopts = --co\\n' > pytest.ini",
+    "mkdir pytest; touch pytest/__init__.py; echo 'print(1)' > pytest/__main__.py",
+    "echo 'import os; os._exit(0)' > sitecustomize.py; cp sitecustomize.py usercustomize.py",
+    "echo 'import sys; sys.exit(0)' > sums.py",
+    "echo 'import os; os._exit(0)' > sums.py",
+    "echo 'raise KeyboardInterrupt' > sums.py",
+    f"cat > sums.py <<'EOF'\n{FORGING}EOF",
+    "rm -rf $HOME; rm -rf /shoal-home/*; ln -s /etc/passwd /shoal-home/report.xml",
+    "rm sums.py; mkfifo sums.py",
+    "rm -rf tests; echo file > tests",
+]
+OF_FILES = [trick for trick in TRICKS if trick.startswith("rm ")]
+"""Tricks that depend on how the tree is forked."""
+
+
 @pytest.mark.parametrize(
-    "trick",
-    [
-        "printf 'def test_it_adds(): pass\\ndef test_it_is_callable(): pass\\n' > tests/test_sums.py",
-        "rm -r tests; ln -s /workspace/mine tests; mkdir mine; echo 'def test_it_adds(): pass' > mine/test_sums.py",
-        "printf 'def pytest_runtest_call(item): item.obj = lambda: 0\\n' > conftest.py; cp conftest.py tests/",
-        "printf '[pytest]\\naddopts = --co\\n' > pytest.ini",
-        "mkdir pytest; touch pytest/__init__.py; echo 'print(1)' > pytest/__main__.py",
-        "echo 'import os; os._exit(0)' > sitecustomize.py; cp sitecustomize.py usercustomize.py",
-        "echo 'import sys; sys.exit(0)' > sums.py",
-        "echo 'import os; os._exit(0)' > sums.py",
-        "echo 'raise KeyboardInterrupt' > sums.py",
-        f"cat > sums.py <<'EOF'\n{FORGING}EOF",
-        "rm -rf $HOME; rm -rf /shoal-home/*; ln -s /etc/passwd /shoal-home/report.xml",
-        "rm sums.py; mkfifo sums.py",
-        "rm -rf tests; echo file > tests",
-    ],
+    ("trick", "kind"),
+    [(trick, ForkKind.OVERLAY) for trick in TRICKS] + [(trick, ForkKind.COPY) for trick in OF_FILES],
+    indirect=["kind"],
 )
 def test_no_trick_gets_a_reward(
     trick: str, tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...], kind: ForkKind

@@ -32,7 +32,7 @@ from shoal.cli.output import (
 from shoal.cli.runs import RunArgument, existing_run, run_at, run_names
 from shoal.cli.serving import serve
 from shoal.errors import ShoalError
-from shoal.net.process import loading
+from shoal.net.process import uncollected
 
 app = typer.Typer(name="shoal", no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -125,7 +125,7 @@ def train(
         with stoppable(settings.run_dir):
             show(run_stages(settings, resume=resume), json_)
         return
-    with loading():
+    with uncollected():
         from shoal.observe.report import write_report
         from shoal.run.training import train_with_progress
 

@@ -11,7 +11,7 @@ from shoal.errors import ModelError
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.made_models import cache_directory
 from shoal.model.quantised import convert, dequantised, gguf_file, name_of
-from shoal.net.process import loading
+from shoal.net.process import uncollected
 
 
 def local_directory(path: str) -> Path:
@@ -76,7 +76,7 @@ def load_renderer(path: Path) -> ChatRenderer:
     """Renderer of a model directory. Raises `ModelError` without a tokenizer."""
     if not (path / "tokenizer.json").is_file():
         raise ModelError(f"model directory {str(path)!r} has no tokenizer.json")
-    with loading():
+    with uncollected():
         from transformers import PreTrainedTokenizerFast  # not AutoTokenizer, which imports torch
 
     try:

@@ -65,22 +65,33 @@ def from_parent() -> tuple[socket.socket, list[str]]:
 
 
 @contextmanager
-def loading(*, hidden: Iterable[str] = ()) -> Iterator[None]:
-    """Context manager for imports and long-lived objects: no garbage collection within, nor of these objects later.
+def uncollected() -> Iterator[None]:
+    """Context manager for imports: no garbage collection within.
 
-    A quarter of the time that torch and transformers take to import goes into collections that find nothing. Packages
-    that are `hidden` cannot be imported within, and libraries that could use them do without.
+    A quarter of the time that torch and transformers take to import goes into collections that find nothing.
     """
-    absent: dict[str, Any] = {name: None for name in hidden if name not in sys.modules}
-    sys.modules.update(absent)
     gc.disable()
     try:
         yield
     finally:
+        gc.enable()
+
+
+@contextmanager
+def loading(*, hidden: Iterable[str] = ()) -> Iterator[None]:
+    """Context manager for imports and long-lived objects: no garbage collection within, nor of these objects later.
+
+    Packages that are `hidden` cannot be imported within, and libraries that could use them do without.
+    """
+    absent: dict[str, Any] = {name: None for name in hidden if name not in sys.modules}
+    sys.modules.update(absent)
+    try:
+        with uncollected():
+            yield
+            gc.freeze()
+    finally:
         for name in absent:
             sys.modules.pop(name, None)
-        gc.freeze()
-        gc.enable()
 
 
 def collect_rarely() -> None:

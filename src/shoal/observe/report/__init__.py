@@ -6,7 +6,7 @@ from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.files import replaced
-from shoal.net.process import loading
+from shoal.net.process import uncollected
 from shoal.observe.runs import read_run
 
 
@@ -25,7 +25,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     The report of a run without a step says so. A running run is not disturbed. Raises `RunDirError` for a directory
     that is not a run directory or cannot be written.
     """
-    with loading():
+    with uncollected():
         from shoal.observe.report.figure import figure_png, figures_svg
         from shoal.observe.report.page import page_html
 
