@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.model.chat_template import ChatRenderer
-from shoal.net.process import collect_rarely
+from shoal.net.collection import collect_rarely
 from shoal.types import Completion, FinishReason, Sampling
 
 CONTEXT = 8192

@@ -21,7 +21,7 @@ import psutil
 
 from benchmarks.crew import Crew, Load, Process, orchestrated, until
 from shoal.experience.audit import audit
-from shoal.net.process import collect_rarely
+from shoal.net.collection import collect_rarely
 
 Report = dict[str, object]
 NAMES = ("north", "east", "west")

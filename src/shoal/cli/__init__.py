@@ -32,7 +32,7 @@ from shoal.cli.output import (
 from shoal.cli.runs import RunArgument, existing_run, run_at, run_names
 from shoal.cli.serving import serve
 from shoal.errors import ShoalError
-from shoal.net.process import uncollected
+from shoal.net.collection import uncollected
 
 app = typer.Typer(name="shoal", no_args_is_help=True, pretty_exceptions_enable=False)
 

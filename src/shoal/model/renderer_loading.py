@@ -11,7 +11,7 @@ from shoal.errors import ModelError
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.made_models import cache_directory
 from shoal.model.quantised import convert, dequantised, gguf_file, name_of
-from shoal.net.process import uncollected
+from shoal.net.collection import uncollected
 
 
 def local_directory(path: str) -> Path:

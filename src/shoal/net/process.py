@@ -8,7 +8,6 @@ portal, which runs a loop in a thread.
 import asyncio
 import contextlib
 import ctypes
-import gc
 import os
 import signal
 import socket
@@ -16,13 +15,12 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Self, TypeVar
+from typing import Self, TypeVar
 
 from shoal.errors import ChildDied
 from shoal.net.ending import ended, settled
@@ -35,8 +33,6 @@ FRAME_HEADER = struct.Struct(">IQ")
 """Size of the frame, and the number of the request that it asks or answers; 0 before the first request."""
 MAX_FRAME_BYTES = 1 << 30
 GRACE_S = 5.0
-UNUSED_BY_MODELS: Final = ("scipy",)
-"""Packages that transformers imports where they are installed; for a loss of object detection, in .25 s."""
 BUFFERED_GRACE_S = 0.2
 """Seconds after a deadline in which buffered bytes are still read: an answer that arrived while the event loop was
 busy is not late."""
@@ -62,47 +58,6 @@ def from_parent() -> tuple[socket.socket, list[str]]:
     die_with_parent()
     *arguments, _, fd = sys.argv[1:]
     return socket.socket(fileno=int(fd)), arguments
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Context manager for imports: no garbage collection within.
-
-    A quarter of the time that torch and transformers take to import goes into collections that find nothing.
-    """
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-@contextmanager
-def loading(*, hidden: Iterable[str] = ()) -> Iterator[None]:
-    """Context manager for imports and long-lived objects: no garbage collection within, nor of these objects later.
-
-    Packages that are `hidden` cannot be imported within, and libraries that could use them do without.
-    """
-    absent: dict[str, Any] = {name: None for name in hidden if name not in sys.modules}
-    sys.modules.update(absent)
-    try:
-        with uncollected():
-            yield
-            gc.freeze()
-    finally:
-        for name in absent:
-            sys.modules.pop(name, None)
-
-
-def collect_rarely() -> None:
-    """Makes garbage collection rare, for a process whose event loop must not pause.
-
-    By default Python scans the objects that requests leave behind, down to every token id, again and again. With a
-    thousand open conversations the scans block the loop 2.5 % of the time, for 20 to 100 ms each.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 20, 100)
 
 
 def torch_environment(threads: int, gpus: Sequence[str] = (), *, gathers: bool = False) -> dict[str, str]:

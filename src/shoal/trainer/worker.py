@@ -26,8 +26,9 @@ from shoal.config import Config, ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ChildDied, ShoalError, TrainerError, WorkerLost
 from shoal.interfaces import Worker
+from shoal.net.collection import UNUSED_BY_MODELS, loading
 from shoal.net.listening import free_port
-from shoal.net.process import UNUSED_BY_MODELS, Child, Exit, die_with_parent, loading, serve, torch_environment
+from shoal.net.process import Child, Exit, die_with_parent, serve, torch_environment
 from shoal.trainer.heap import Heap
 from shoal.trainer.messages import (
     ANSWER_TIMEOUT_S,

@@ -20,8 +20,9 @@ from shoal import files
 from shoal.engine.compute.options import EngineLimits, OnUpdate
 from shoal.engine.server.http_client import TOKEN_VARIABLE
 from shoal.errors import ConfigError, ShoalError
+from shoal.net.collection import UNUSED_BY_MODELS, loading
 from shoal.net.listening import listening_socket
-from shoal.net.process import UNUSED_BY_MODELS, die_with_parent, loading, receive_frame, send_frame
+from shoal.net.process import die_with_parent, receive_frame, send_frame
 from shoal.net.server import serving
 
 if TYPE_CHECKING:

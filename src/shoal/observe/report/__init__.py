@@ -6,7 +6,7 @@ from shoal.errors import RunDirError
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.files import replaced
-from shoal.net.process import uncollected
+from shoal.net.collection import uncollected
 from shoal.observe.runs import read_run
 
 

@@ -24,8 +24,8 @@ from shoal.gateway.request_log import OnRequest
 from shoal.gateway.server import Gateway
 from shoal.interfaces import Renderer
 from shoal.model.renderer_loading import load_renderer
+from shoal.net.collection import collect_rarely
 from shoal.net.listening import is_loopback, listening_socket
-from shoal.net.process import collect_rarely
 from shoal.net.server import serving
 from shoal.observe.runs import METRICS
 from shoal.run.engines import START_TIMEOUT_S
