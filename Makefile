@@ -230,7 +230,7 @@ adversary: $(VENV)/dev-installed
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
 EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing question_pool sapo \
-	sapo_real sapo_stacked time_machine
+	sapo_real sapo_stacked swe time_machine
 .PHONY: $(EXPERIMENTS)
 $(EXPERIMENTS): $(VENV)/shoal-installed
 	$(BIN)/python -m experiments.$@

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.environments.workspace import WorkspaceGame, command_in, small_task
+from shoal.environments.workspace import command_in, small_task
 from shoal.net.client import session
 from shoal.net.openai_client import close_clients
 from shoal.tasks.remote_worker import HttpModel
@@ -92,21 +92,24 @@ def test_an_agent_that_runs_out_of_turns_is_judged(tmp_path: Path) -> None:
     assert asyncio.run(reward("agents_sdk", [call("bash", command=MENDS)], tmp_path)) == 1.0
 
 
-def test_the_careless_teacher_mends_some_programs_of_the_training_split() -> None:
-    from lessons import conversations
+def test_the_careless_teacher_mends_some_programs_and_shows_no_fault_that_is_held_out() -> None:
+    from small_programs import faults, lessons, tasks
 
-    async def played(lesson: dict[str, Any], index: int) -> float:
-        game = WorkspaceGame()
-        task = game.draw(Split.TRAIN, index)
-        assert task.messages[-1].content == lesson["messages"][1]["content"]
-        with await opened(game.task_of(task)) as workspace:
+    async def played(lesson: dict[str, Any], task: WorkspaceTask) -> float:
+        with await opened(task) as workspace:
             commands = [command_in(said["content"]) for said in lesson["messages"] if said["role"] == "assistant"]
             shown = [(await workspace.run(command)).stdout.decode() for command in commands if command]
             assert shown[0] == lesson["messages"][3]["content"]
-            return (await judge(workspace, game.task_of(task))).reward
+            return (await judge(workspace, task)).reward
 
-    lessons = enumerate(islice(conversations(seed=0), 8))
-    assert {asyncio.run(played(lesson, index)) for index, lesson in lessons} == {0.0, 1.0}
+    drawn = [*tasks()]
+    train = [task for task in drawn if task.split == "train"]
+    assert not {task.sources["program.py"] for task in train} & {fault.wrong for fault in faults() if fault.held_out}
+    assert len({task.sources["program.py"] for task in drawn if task.split == "eval"}) >= 20
+    assert {asyncio.run(played(lesson, task)) for lesson, task in zip(islice(lessons(), 8), train, strict=False)} == {
+        0.0,
+        1.0,
+    }
 
 
 def test_the_control_swaps_the_hidden_tests_within_a_split() -> None:

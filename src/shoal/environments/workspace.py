@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from shoal.environments.programs import PROGRAMS, argument, slipped
+from shoal.environments.programs import PROGRAMS, SmallProgram, argument, slipped
 from shoal.environments.trl import converse
 from shoal.errors import TaskError
 from shoal.interfaces import Model
@@ -148,7 +148,11 @@ def _small_of(split: Split, index: int) -> WorkspaceTask:
 def small_task(seed: int) -> WorkspaceTask:
     """A right program with a slip that shows in its hidden test."""
     rng = random.Random(seed)
-    chosen, wrong = slipped(rng)
+    return program_task(f"small/{seed}", *slipped(rng), rng)
+
+
+def program_task(name: str, chosen: SmallProgram, wrong: str, rng: random.Random) -> WorkspaceTask:
+    """A task whose hidden test calls a program with arguments that show its slip."""
     calls: list[list[Json]] = []
     for _ in range(_MOST_TRIES):
         calls.append([argument(rng, kind) for kind in chosen.takes])
@@ -157,7 +161,7 @@ def small_task(seed: int) -> WorkspaceTask:
     asserts = "".join(f"    assert f({', '.join(map(repr, call))}) == {chosen.value(call)!r}\n" for call in calls)
     test = f"from program import f\n\n\ndef test_f():\n{asserts}"
     return WorkspaceTask(
-        id=f"small/{seed}",
+        id=name,
         problem=f"program.py has a function f that should give {chosen.what}, and does not. Mend it.",
         sources={"program.py": wrong},
         command=("python", "-m", "pytest", "-q", "test_hidden.py"),
