@@ -82,7 +82,12 @@ def taught(steps: int) -> Path:
         TAUGHT.mkdir(parents=True, exist_ok=True)
         write(TAUGHT)
         train = {"steps": steps, "groups_per_step": 8, "lr": 5e-5, "loss": "positive_only"}
-        settings = {"run_dir": str(TAUGHT), "model": {"path": "smollm2", "dtype": "auto"}, "train": train}
+        settings = {
+            "run_dir": str(TAUGHT),
+            "model": {"path": "smollm2", "dtype": "auto"},
+            "tasks": [{"name": "chain_sum"}],  # a supervised stage uses none
+            "train": train,
+        }
         run_supervised(parse(settings), TAUGHT / "lessons.jsonl")
     return model
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from test_environments_turns import played, service
 
+from shoal import wire
 from shoal.errors import TaskError
 from shoal.types import RolloutStatus, Split
 
@@ -79,6 +80,16 @@ def test_a_task_of_a_file_is_mended_by_calls(tasks: str) -> None:
         played(game, task, call("edit", path="sums.py", old_text="def add", new_text="def sub"), "DONE").reward.value
         == 0
     )
+
+
+def test_names_that_are_no_text_reach_the_log(tasks: str) -> None:
+    game = service("workspace", tasks=tasks)
+    rollout = played(
+        game, game.draw(Split.TRAIN, 0), block("echo 1 > $'\\xff'; sed -i 's/a - b/a + b/' sums.py"), "DONE"
+    )
+    assert rollout.reward.value == 1.0
+    assert "+++ b/?" in rollout.reward.evidence
+    assert wire.encode(rollout)
 
 
 def test_a_turn_too_many_is_not_taken_and_the_verdict_comes_anyway(tasks: str) -> None:

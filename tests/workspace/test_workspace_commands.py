@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.workspace.changes import Worklog, difference, files_of
+from shoal.workspace.changes import MOST_CHARACTERS, MOST_FILES, Worklog, difference, files_of
 from shoal.workspace.fork import ForkKind, fork, fork_kind
-from shoal.workspace.tree import Tree
+from shoal.workspace.tree import Tree, tree_of
 
 pytest_plugins = ("small_workspaces",)
 MENDED = "--- a/sums.py\n+++ b/sums.py\n@@ -1,2 +1,2 @@\n def add(a, b):\n-    return a - b\n+    return a + b\n"
@@ -85,3 +85,23 @@ def test_a_difference_from_a_snapshot_is_from_its_newest_files(tree: Tree) -> No
         assert files_of(second) == {"sums.py": "def add(a, b):\n    return a - b\n", "tests/new": ""}
         wanted = MENDED.replace("a - b", "a * b").replace("a + b", "a - b")
         assert Worklog(second).difference() == f"{wanted}--- a/tests/new\n+++ b/tests/new\n@@ -1 +0,0 @@\n-new\n"
+
+
+def test_a_hostile_workspace_is_described_within_bounds(tree: Tree, tmp_path: Path) -> None:
+    hostile = (
+        "touch $'\\xff'; for i in $(seq 3000); do echo $i > many$i; done; seq 1000000 > long; "
+        "mkdir real; ln -s /etc linked; yes | head -c 5000000 > big"
+    )
+    with fork(tree) as workspace:
+        asyncio.run(workspace.run(hostile))
+        found = Worklog(workspace).difference()
+        assert len(found) < 2 * MOST_CHARACTERS
+        assert len(files_of(workspace)) <= MOST_FILES
+    for name in ("linked", "secret"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "secret" / "key").write_text("hidden\n")
+    (tmp_path / "linked" / "link").symlink_to(tmp_path / "secret")
+    with fork(tree_of(tmp_path / "linked")) as workspace:
+        asyncio.run(workspace.run("rm link; mkdir link; echo mine > link/key"))
+        assert "+mine" in (found := Worklog(workspace).difference())
+        assert "hidden" not in found

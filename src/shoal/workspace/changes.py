@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from shoal.sandbox.program import Ended, Finished
@@ -14,7 +15,10 @@ from shoal.workspace.fork import ForkKind, Workspace
 from shoal.workspace.tree import OPAQUE, Tree, walked
 
 MOST_BYTES = 200_000
-"""Bytes of a file whose difference is shown line by line."""
+MOST_LINES = 2000
+"""Bytes, and lines before and after together, of a file whose difference is shown line by line."""
+MOST_FILES = 2000
+"""Files of a workspace that are looked at."""
 
 CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
 MOST_CHARACTERS = 16_000
@@ -51,7 +55,7 @@ def files_of(workspace: Workspace) -> Mapping[str, str]:
     """Text of each file that differs from the tree, by path; empty for a removed file. Caches are left out."""
     found: dict[str, str] = {}
     tree, own = workspace.tree, workspace.own / workspace.tree.place[1:]
-    for path in walked(own) if own.is_dir() else ():
+    for path in islice(walked(own), MOST_FILES) if own.is_dir() else ():
         name, mode = str(path.relative_to(own)), path.lstat().st_mode
         if stat.S_ISCHR(mode) or (stat.S_ISDIR(mode) and _is_opaque(path)):
             found = dict.fromkeys(_names(tree, name), "") | found
@@ -67,7 +71,8 @@ def _names(tree: Tree, folder: str) -> Iterator[str]:
     """Paths of the tree's files at a path or below it."""
     for layer in tree.layers:
         own = layer / tree.place[1:]
-        for path in (own / folder, *walked(own / folder)):
+        top = own / folder
+        for path in (top, *(() if top.is_symlink() else walked(top))):
             if path.is_file() or path.is_symlink():
                 yield str(path.relative_to(own))
 
@@ -77,9 +82,12 @@ def _text_in(tree: Tree, name: str) -> str:
     for layer in tree.layers:
         own = layer / tree.place[1:]
         path = own / name
+        folders = [one for one in path.parents if one != own and one.is_relative_to(own)]
+        if any(one.is_symlink() for one in folders):  # it may lead out of the tree
+            return ""
         if os.path.lexists(path):
             return _text(path)
-        if any(_is_opaque(one) for one in path.parents if one.is_relative_to(own)):
+        if any(map(_is_opaque, folders)):
             return ""
     return ""
 
@@ -100,10 +108,18 @@ def _text(path: Path) -> str:
 
 
 def difference(workspace: Workspace, before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """Unified difference between two results of `files_of`."""
+    """Unified difference between two results of `files_of`, of the first files where it is long."""
     names, tree = sorted({*before, *after}), workspace.tree
     texts = [[one[name] if name in one else _text_in(tree, name) for one in (before, after)] for name in names]
-    return "".join(difference_of(name, old, new) for name, (old, new) in zip(names, texts, strict=True))
+    shown = ""
+    for name, (old, new) in zip(names, texts, strict=True):
+        if (lines := old.count("\n") + new.count("\n")) > MOST_LINES:  # a hostile file could take minutes
+            shown += f"--- a/{name}\n+++ b/{name}\n{lines} lines before and after\n"
+        else:
+            shown += difference_of(name, old, new)
+        if len(shown) > MOST_CHARACTERS:
+            break
+    return shown
 
 
 def difference_of(path: str, before: str, after: str) -> str:

@@ -24,6 +24,8 @@ OVERFLOW = "context: the conversation did not fit any more"
 CUT = "policy: max_tokens cut its answer"
 OVERFLOW_CODE = "context_length_exceeded"
 """Code of an overflow in the gateway's answer, and so in the errors of OpenAI's clients."""
+MOST_EVIDENCE = 1 << 17
+"""Characters of an outcome's evidence."""
 ATTEMPTS = 4
 """Number of attempts at one rollout whose environment asks for another attempt."""
 
@@ -157,7 +159,8 @@ class AgentRunner:
     async def _reward(self, task: Task, messages: tuple[Message, ...], outcome: Outcome) -> Reward:
         """The reward of the agent's outcome, or else the scorer's."""
         if outcome.reward is not None:
-            return Reward(outcome.reward, evidence=outcome.evidence)
+            shown = outcome.evidence[:MOST_EVIDENCE].encode(errors="replace").decode()  # names of files may be no text
+            return Reward(outcome.reward, evidence=shown)
         answer = outcome.answer
         if answer is None:  # the newest one
             answer = next((written(one) for one in reversed(messages) if one.role is Role.ASSISTANT), "")
