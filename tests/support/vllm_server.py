@@ -33,16 +33,58 @@ def command_at(model: str, port: str) -> list[str]:
         *(PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--model", model),
         *("--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-num-seqs", "64"),
         *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"),
+        *("--max-logprobs", "528"),
     ]
 
 
+def second_runner(folder: Path) -> dict[str, str]:
+    """Variables with which vLLM's Model Runner V2, made for GPUs, runs on the CPU: masks and experts are told by it.
+
+    Triton interprets its kernels. A plugin of vLLM, written into `folder`, names the interpreter as Triton's backend,
+    gives it loops over numbers that convert, and leaves experts to the CPU's kernel while adapters are on: theirs has
+    an operation that the wheel for CPUs lacks, and no adapter of these tests is of an expert.
+    """
+    for name, text in PLUGIN.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return {"PYTHONPATH": str(folder), "TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+PLUGIN = {
+    "interpreted-0.dist-info/METADATA": "Metadata-Version: 2.1\nName: interpreted\nVersion: 0\n",
+    "interpreted-0.dist-info/entry_points.txt": (
+        "[triton.backends]\ncpu = interpreted\n[vllm.general_plugins]\ninterpreted = interpreted:load\n"
+    ),
+    "interpreted/compiler.py": (
+        "from triton.backends.compiler import BaseBackend\n"
+        "class Backend(BaseBackend): pass\n"
+        "Backend.__abstractmethods__ = frozenset()\n"
+    ),
+    "interpreted/driver.py": (
+        "from triton.backends.driver import DriverBase\n"
+        "class Driver(DriverBase):\n"
+        "    is_active = classmethod(lambda cls: True)\n"
+        "Driver.__abstractmethods__ = frozenset()\n"
+    ),
+    "interpreted/__init__.py": (
+        "class Number(int):\n"
+        "    def to(self, dtype): return self\n"
+        "def load():\n"
+        "    from triton.runtime import interpreter\n"
+        "    from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig\n"
+        "    interpreter.range = lambda *bounds: map(Number, range(*map(int, bounds)))\n"
+        "    FusedMoEConfig.is_lora_enabled = property(lambda self: False, lambda self, value: None)\n"
+    ),
+}
+
+
 @contextmanager
-def vllm_serving(model: Path, log: Path, *more: str) -> Iterator[str]:
+def vllm_serving(model: Path, log: Path, *more: str, **environment: str) -> Iterator[str]:
     """The URL of a server, started as docs/guides/gpus.md says with more arguments, and ended at the end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    env = {**os.environ, **ENVIRONMENT}
+    env = {**os.environ, **ENVIRONMENT, **environment}
     command = [*command_at(str(model), str(port)), *more]
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)

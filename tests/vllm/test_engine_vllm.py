@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_models import saved
 from external_engine import BOUND_NATS, adapters_under_way, asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from joining import TOKEN, joining
 from shoal import wire
@@ -26,18 +27,19 @@ from shoal.engine.pool import canary
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
 from shoal.experience.audit import audit
-from shoal.experience.log import BODY_BYTES, snapshot
+from shoal.experience.log import BODY_BYTES, read, read_step, snapshot
 from shoal.experience.raw import RawRollout, read_groups
 from shoal.net.listening import free_port
 from shoal.run.demo_model.warm_start import demo_model
-from shoal.types import FinishReason, Sampling
-from vllm_server import ENVIRONMENT, PYTHON, command_at, vllm_serving
+from shoal.types import Completion, FinishReason, Sampling
+from vllm_server import ENVIRONMENT, PYTHON, command_at, second_runner, vllm_serving
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(not PYTHON, reason="needs a vLLM in an environment of its own: make test-vllm"),
 ]
 PROMPT = [1, 2, 3, 4]
+EXPERTS = 8
 
 
 @pytest.fixture(scope="module")
@@ -212,14 +214,14 @@ def test_the_canary_catches_a_head_that_stays_behind(model_dir: Path, tmp_path: 
         asked(url, tied, body, "recompute")
 
 
-def trained(folder: Path, *overrides: str, **environment: str) -> Path:
+def trained(folder: Path, *overrides: str, steps: int = 20, **environment: str) -> Path:
     """The directory of a run of 20 steps, in whose course most answers see several Versions."""
     rewrite = [r"^Spell this word backward \(example: sun -> nus\): (\w+)$", r"reverse \1"]
     task = {"name": "spell_backward", "reward": ["score", "length:0.001"], "rewrite": [rewrite]}
     own = [
         # As hot as vLLM draws: answers end late, and hundreds of them are under way when weights come.
         *("--rollout.group_size=8", "--rollout.max_tokens=200", "--rollout.temperature=2"),
-        *("--train.steps=20", "--train.lr=1e-4", "--eval.every_steps=0", "--eval.questions=16"),
+        *(f"--train.steps={steps}", "--train.lr=1e-4", "--eval.every_steps=0", "--eval.questions=16"),
     ]
     params = "{min_word_len = 8, max_word_len = 14}"
     written = "\n".join(f"{key} = {json.dumps(value)}" for key, value in task.items())
@@ -228,21 +230,25 @@ def trained(folder: Path, *overrides: str, **environment: str) -> Path:
     env = {**os.environ, **environment}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 20
+    assert json.loads(done.stdout.splitlines()[-1])["steps"] == steps
     return folder / "run"
 
 
-def assert_trained_on_what_was_drawn(run_dir: Path) -> None:
-    """The audit is clean, each Version was loaded, and its tokens have the logprobs that the trainer computes."""
+def assert_trained_on_what_was_drawn(run_dir: Path, count: int = 20) -> list[dict[str, float]]:
+    """The audit is clean, each Version was loaded, and its tokens have the logprobs that the trainer computes.
+
+    Returns the records of the steps.
+    """
     report = audit(run_dir)
     assert report.ok, report.sentences()
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "step"]
-    assert [step["version"] for step in steps] == list(range(20))
+    assert [step["version"] for step in steps] == list(range(count))
     assert sum(step["failed"] for step in steps) == 0
     fresh = [step["mismatch_fresh"] for step in steps if "mismatch_fresh" in step]
     assert fresh
     assert max(fresh) < BOUND_NATS
+    return steps
 
 
 def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_path: Path) -> None:
@@ -250,6 +256,52 @@ def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_
     assert_trained_on_what_was_drawn(run_dir)
     spread = [len(versions) for versions in trained_versions(run_dir)]
     assert sum(count > 1 for count in spread) > len(spread) / 20, Counter(spread)
+
+
+TRUNCATED = ("--rollout.top_p=0.9", "--rollout.temperature=1", "--asynchrony.max_staleness=0")
+
+
+def assert_trained_among_what_could_be_sampled(run_dir: Path, steps: int, most: int) -> list[Completion]:
+    """Under the weights that sampled, each token has the probability that it was sampled with. Returns the answers."""
+    for step in assert_trained_on_what_was_drawn(run_dir, steps):
+        assert step["ratio_max"] == pytest.approx(1, abs=1e-3), step
+    groups = [group for at in range(steps) for group in read(run_dir, lambda log, at=at: read_step(log, at))]
+    answers = [one.turns[0].completion for group in groups for one in group.rollouts]
+    sizes = {len(ids) // 4 for answer in answers for ids in answer.kept}
+    assert len(sizes) > 1
+    assert max(sizes) <= most
+    return answers
+
+
+@pytest.mark.timeout(900)
+def test_a_mixture_of_experts_trains_on_vllm_with_adapters_masks_and_replay(model_dir: Path, tmp_path: Path) -> None:
+    model, layers = mixture(model_dir, tmp_path / "mixture"), ["q_proj", "k_proj", "v_proj", "o_proj"]
+    flags = ["--enable-return-routed-experts", "--return-sampling-mask", "--enforce-eager", "--enable-lora"]
+    flags += ["--max-lora-rank", "8", "--max-loras", "2", "--max-cpu-loras", "4", "--lora-target-modules", *layers]
+    with vllm_serving(model, tmp_path / "log", *flags, **second_runner(tmp_path / "plugin")) as url:
+        run_dir = trained(
+            tmp_path,
+            *(f"--model.path={model}", f"--engine.urls={json.dumps([url])}", "--engine.adapters=true"),
+            *("--train.lora.rank=4", f"--train.lora.targets={json.dumps(layers)}", "--train.router_replay=true"),
+            *(*TRUNCATED, "--rollout.top_k=6", "--rollout.max_tokens=16", "--rollout.group_size=4"),
+            *("--train.groups_per_step=2", "--train.lr=1e-2", "--eval.questions=2"),
+            steps=4,
+        )
+    for answer in assert_trained_among_what_could_be_sampled(run_dir, 4, 6):
+        assert answer.routing
+        assert max(answer.routing) < EXPERTS
+    assert {version for versions in trained_versions(run_dir) for version in versions} == {0, 1, 2, 3}
+    assert (run_dir / "adapter" / "adapter_model.safetensors").exists()
+
+
+def mixture(model_dir: Path, folder: Path) -> Path:
+    """A random mixture of experts with the tokenizer of a model."""
+    shape = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 32, "num_key_value_heads": 2}
+    saved("Qwen3Moe", folder, vocabulary=102, num_experts=EXPERTS, max_position_embeddings=512, **shape)
+    for file in model_dir.iterdir():
+        if not (folder / file.name).exists():
+            (folder / file.name).write_bytes(file.read_bytes())
+    return folder
 
 
 @pytest.mark.timeout(1200)
