@@ -1,6 +1,8 @@
 """What all tests share: one thread per process, a tiny model, and no skipping under CI=true."""
 
+import asyncio
 import gc
+import inspect
 import os
 import signal
 import sys
@@ -151,6 +153,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("starts")
         if item.path.parent.name == "product":
             item.add_marker("product")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs a test that is a coroutine function in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True
 
 
 def pytest_collection_finish() -> None:

@@ -79,7 +79,9 @@ def test_a_rank_that_leaves_as_the_last_one_joins_starts_no_smaller_group() -> N
 
 
 @pytest.mark.parametrize("error", [WorkerLost("a has left"), TimeoutError()], ids=["lost", "silent"])
-def test_a_rank_that_does_not_start_ends_the_group_with_one_error_after_which_a_run_goes_on(error: Exception) -> None:
+async def test_a_rank_that_does_not_start_ends_the_group_with_one_error_after_which_a_run_goes_on(
+    error: Exception,
+) -> None:
     server = Server()
 
     class Failing(Worker):
@@ -87,33 +89,29 @@ def test_a_rank_that_does_not_start_ends_the_group_with_one_error_after_which_a_
             assert timeout_s <= 600, "a rank that starts is not waited for as long as one that trains"
             raise error
 
-    async def main() -> None:
-        async def train() -> None:
-            async with RankGroup(2).ranks(server):  # type: ignore[arg-type]
-                raise AssertionError
+    async def train() -> None:
+        async with RankGroup(2).ranks(server):  # type: ignore[arg-type]
+            raise AssertionError
 
-        training = asyncio.create_task(train())
-        await asyncio.sleep(0)
-        for worker in (Worker("a"), Failing("b")):
-            await server.use(RankRole(address="127.0.0.1", port=1), worker).__aenter__()
-        with pytest.raises(WorkerLost):
-            await training
-
-    asyncio.run(main())
+    training = asyncio.create_task(train())
+    await asyncio.sleep(0)
+    for worker in (Worker("a"), Failing("b")):
+        await server.use(RankRole(address="127.0.0.1", port=1), worker).__aenter__()
+    with pytest.raises(WorkerLost):
+        await training
 
 
 @pytest.mark.parametrize("answer", [b"\xff garbage", b"", wire.encode(["unknown"])])
-def test_an_answer_of_a_rank_that_cannot_be_read_loses_that_rank_and_not_the_run(answer: bytes, tmp_path: Path) -> None:
+async def test_an_answer_of_a_rank_that_cannot_be_read_loses_that_rank_and_not_the_run(
+    answer: bytes, tmp_path: Path
+) -> None:
     class Answering(Worker):
         async def call(self, request: bytes, timeout_s: float) -> bytes:
             return answer
 
-    async def main() -> None:
-        trainer = TrainerProcess([RemoteRank(Answering("a"), FileShelf())])  # type: ignore[arg-type]
-        with pytest.raises(WorkerLost, match="a answered"):
-            await trainer.finish_save(tmp_path)
-
-    asyncio.run(main())
+    trainer = TrainerProcess([RemoteRank(Answering("a"), FileShelf())])  # type: ignore[arg-type]
+    with pytest.raises(WorkerLost, match="a answered"):
+        await trainer.finish_save(tmp_path)
 
 
 SLOW = """

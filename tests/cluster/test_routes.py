@@ -60,17 +60,14 @@ def requests(app: Starlette) -> Iterator[tuple[str, str]]:
             yield from ((method, path) for method in sorted(route.methods or ()))
 
 
-def test_no_route_of_a_role_answers_without_its_token(tmp_path: Path) -> None:
-    async def ask_all() -> None:
-        with run_of(tmp_path, FileShelf()) as run:
-            for app in (run, engine_of(tmp_path)):
-                found = list(requests(app))
-                assert len(found) >= 8
-                for method, path in found:
-                    for wrong in ("", "another", TOKEN[:-1]):
-                        assert (await asked(app, method, path, wrong))[0] == 401, (method, path)
-
-    asyncio.run(ask_all())
+async def test_no_route_of_a_role_answers_without_its_token(tmp_path: Path) -> None:
+    with run_of(tmp_path, FileShelf()) as run:
+        for app in (run, engine_of(tmp_path)):
+            found = list(requests(app))
+            assert len(found) >= 8
+            for method, path in found:
+                for wrong in ("", "another", TOKEN[:-1]):
+                    assert (await asked(app, method, path, wrong))[0] == 401, (method, path)
 
 
 def test_an_engine_of_another_host_loads_no_path_of_its_caller(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Adapters by name: several on one base model in one engine, against models that each have one of them merged."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -173,7 +172,7 @@ def test_settings_that_change_what_an_adapter_means_are_refused_by_name(model_di
             load(ours, "one", 1, folder)
 
 
-def test_clients_load_adapters_over_http_and_name_them(tmp_path: Path) -> None:
+async def test_clients_load_adapters_over_http_and_name_them(tmp_path: Path) -> None:
     path = saved("Qwen3", tmp_path / "model", **KINDS["Qwen3"])
     folders = [adapter(path, tmp_path / name, seed) for seed, name in enumerate(("one", "two"), 1)]
 
@@ -193,9 +192,6 @@ def test_clients_load_adapters_over_http_and_name_them(tmp_path: Path) -> None:
             await client.generate(PROMPT, GREEDY, adapter="one")
         assert (await client.generate(PROMPT, GREEDY, adapter=str(path)))[0] == answers[2]
 
-    async def session() -> None:
-        with threaded(path, "--max-adapters=2", weights=tmp_path) as server:
-            async with server.engine() as client:
-                await ask(client)
-
-    asyncio.run(session())
+    with threaded(path, "--max-adapters=2", weights=tmp_path) as server:
+        async with server.engine() as client:
+            await ask(client)

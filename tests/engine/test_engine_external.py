@@ -141,125 +141,107 @@ async def under_canary(server: Scripted, engine: ForeignEngine, version: int, we
 
 
 @pytest.mark.parametrize("lies", [False, True])
-def test_tokens_of_new_weights_go_out_only_when_the_canary_has_passed(lies: bool, weights: Path) -> None:
-    async def run() -> None:
-        server = Scripted()
-        engine = await started(server)
-        server.lies = lies
-        server.drawing.clear()
-        both = asyncio.create_task(engine.generate([1], Sampling(4)))  # begun by the old weights, ended by the new
-        await until(lambda: "sample" in server.asked)
-        updating = await under_canary(server, engine, 1, weights)
-        server.drawing.set()
-        new = asyncio.create_task(engine.generate([1], Sampling(4)))
-        scored = asyncio.create_task(engine.scored([1, 2]))
-        await until(lambda: {"sample", "score"} <= set(server.asked))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert [task.done() for task in (both, new, scored)] == [False] * 3
-        server.scoring.set()
-        if lies:
-            with pytest.raises(RequestRefused, match="computes with other weights"):
-                await updating
-            for asked in (both, new, scored):
-                with pytest.raises(EngineUnavailable, match="no whole weights"):
-                    await asked
-        else:
+async def test_tokens_of_new_weights_go_out_only_when_the_canary_has_passed(lies: bool, weights: Path) -> None:
+    server = Scripted()
+    engine = await started(server)
+    server.lies = lies
+    server.drawing.clear()
+    both = asyncio.create_task(engine.generate([1], Sampling(4)))  # begun by the old weights, ended by the new
+    await until(lambda: "sample" in server.asked)
+    updating = await under_canary(server, engine, 1, weights)
+    server.drawing.set()
+    new = asyncio.create_task(engine.generate([1], Sampling(4)))
+    scored = asyncio.create_task(engine.scored([1, 2]))
+    await until(lambda: {"sample", "score"} <= set(server.asked))
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert [task.done() for task in (both, new, scored)] == [False] * 3
+    server.scoring.set()
+    if lies:
+        with pytest.raises(RequestRefused, match="computes with other weights"):
             await updating
-            assert [(await task)[0].versions for task in (both, new)] == [(0, 1, 1, 1), (1, 1, 1, 1)]
-            assert (await scored).logprobs == [RIGHT]
-
-    asyncio.run(run())
+        for asked in (both, new, scored):
+            with pytest.raises(EngineUnavailable, match="no whole weights"):
+                await asked
+    else:
+        await updating
+        assert [(await task)[0].versions for task in (both, new)] == [(0, 1, 1, 1), (1, 1, 1, 1)]
+        assert (await scored).logprobs == [RIGHT]
 
 
 @pytest.mark.parametrize("why", list(FinishReason))
 @pytest.mark.parametrize("ids", [(5, 2), (2,), (5, 5), (2, 5), ()])
-def test_an_answer_that_ends_in_its_first_stop_token_was_stopped(why: FinishReason, ids: tuple[int, ...]) -> None:
+async def test_an_answer_that_ends_in_its_first_stop_token_was_stopped(why: FinishReason, ids: tuple[int, ...]) -> None:
     class Ending(Scripted):
         async def sample(self, asked: Asked) -> list[SampledCompletion]:
             if asked.name.startswith("probe"):
                 return await super().sample(asked)
             return [SampledCompletion(ids, (RIGHT,) * len(ids), why, None)]
 
-    async def run() -> None:
-        engine = await started(Ending())
-        (answer,) = await engine.generate([1], Sampling(2, stop_token_ids=(2,)))
-        assert answer.token_ids == ids
-        assert answer.finish_reason is (FinishReason.STOP if ids in ((5, 2), (2,)) else why)
-        assert (await engine.info()).foreign
-
-    asyncio.run(run())
+    engine = await started(Ending())
+    (answer,) = await engine.generate([1], Sampling(2, stop_token_ids=(2,)))
+    assert answer.token_ids == ids
+    assert answer.finish_reason is (FinishReason.STOP if ids in ((5, 2), (2,)) else why)
+    assert (await engine.info()).foreign
 
 
-def test_answers_of_the_old_weights_wait_for_no_canary(weights: Path) -> None:
-    async def run() -> None:
-        server = Scripted()
-        engine = await started(server)
-        server.loading.clear()
-        updating = asyncio.create_task(engine.update_weights(1, weights))
-        await until(lambda: "load" in server.asked)
-        assert (await engine.generate([1], Sampling(4)))[0].versions == (0, 0, 0, 0)
-        assert not updating.done()
-        server.loading.set()
-        await updating
-
-    asyncio.run(run())
+async def test_answers_of_the_old_weights_wait_for_no_canary(weights: Path) -> None:
+    server = Scripted()
+    engine = await started(server)
+    server.loading.clear()
+    updating = asyncio.create_task(engine.update_weights(1, weights))
+    await until(lambda: "load" in server.asked)
+    assert (await engine.generate([1], Sampling(4)))[0].versions == (0, 0, 0, 0)
+    assert not updating.done()
+    server.loading.set()
+    await updating
 
 
-def test_what_new_weights_cut_off_goes_out_before_the_canary(weights: Path) -> None:
-    async def run() -> None:
-        server = Scripted(keeps=False)
-        engine = await started(server)
-        assert engine.how is StopMode.ABORT
-        server.drawing.clear()
-        cut_off = asyncio.create_task(engine.generate([1], Sampling(4)))
-        await until(lambda: "sample" in server.asked)
-        updating = await under_canary(server, engine, 1, weights)
-        (partial,) = await cut_off
-        assert (partial.finish_reason, partial.versions) == (FinishReason.ABORT, (0,))
-        assert not updating.done()
-        server.scoring.set()
-        await updating
-
-    asyncio.run(run())
+async def test_what_new_weights_cut_off_goes_out_before_the_canary(weights: Path) -> None:
+    server = Scripted(keeps=False)
+    engine = await started(server)
+    assert engine.how is StopMode.ABORT
+    server.drawing.clear()
+    cut_off = asyncio.create_task(engine.generate([1], Sampling(4)))
+    await until(lambda: "sample" in server.asked)
+    updating = await under_canary(server, engine, 1, weights)
+    (partial,) = await cut_off
+    assert (partial.finish_reason, partial.versions) == (FinishReason.ABORT, (0,))
+    assert not updating.done()
+    server.scoring.set()
+    await updating
 
 
-def test_an_answer_that_lived_through_a_failed_load_is_lost_though_the_next_one_is_whole(weights: Path) -> None:
-    async def run() -> None:
-        server = Scripted()
-        engine = await started(server)
-        server.drawing.clear()
-        server.lies = True
-        long = asyncio.create_task(engine.generate([1], Sampling(4)))
-        with pytest.raises(RequestRefused):
-            await engine.update_weights(1, weights)
-        with pytest.raises(EngineUnavailable, match="no whole weights"):
-            await engine.generate([1], Sampling(4))
-        server.lies = False
-        await engine.update_weights(1, weights)  # the same name, so that its tokens do not show which weights drew them
-        server.drawing.set()
-        with pytest.raises(EngineUnavailable, match="not whole"):
-            await long
-        assert (await engine.generate([1], Sampling(4)))[0].versions == (1, 1, 1, 1)
-
-    asyncio.run(run())
-
-
-def test_a_load_that_is_given_up_leaves_no_whole_weights(weights: Path) -> None:
-    async def run() -> None:
-        server = Scripted()
-        engine = await started(server)
-        updating = await under_canary(server, engine, 1, weights)
-        updating.cancel()
-        await asyncio.wait((updating,))
-        with pytest.raises(EngineUnavailable, match="no whole weights"):
-            await engine.generate([1], Sampling(4))
-        assert (await engine.info()).version < 0  # a pool has it load them again
-        server.scoring.set()
+async def test_an_answer_that_lived_through_a_failed_load_is_lost_though_the_next_one_is_whole(weights: Path) -> None:
+    server = Scripted()
+    engine = await started(server)
+    server.drawing.clear()
+    server.lies = True
+    long = asyncio.create_task(engine.generate([1], Sampling(4)))
+    with pytest.raises(RequestRefused):
         await engine.update_weights(1, weights)
-        assert (await engine.generate([1], Sampling(1)))[0].versions == (1,)
+    with pytest.raises(EngineUnavailable, match="no whole weights"):
+        await engine.generate([1], Sampling(4))
+    server.lies = False
+    await engine.update_weights(1, weights)  # the same name, so that its tokens do not show which weights drew them
+    server.drawing.set()
+    with pytest.raises(EngineUnavailable, match="not whole"):
+        await long
+    assert (await engine.generate([1], Sampling(4)))[0].versions == (1, 1, 1, 1)
 
-    asyncio.run(run())
+
+async def test_a_load_that_is_given_up_leaves_no_whole_weights(weights: Path) -> None:
+    server = Scripted()
+    engine = await started(server)
+    updating = await under_canary(server, engine, 1, weights)
+    updating.cancel()
+    await asyncio.wait((updating,))
+    with pytest.raises(EngineUnavailable, match="no whole weights"):
+        await engine.generate([1], Sampling(4))
+    assert (await engine.info()).version < 0  # a pool has it load them again
+    server.scoring.set()
+    await engine.update_weights(1, weights)
+    assert (await engine.generate([1], Sampling(1)))[0].versions == (1,)
 
 
 def test_a_pool_draws_elsewhere_what_a_lying_server_drew_and_takes_it_back_once_it_is_whole(weights: Path) -> None:
@@ -300,7 +282,7 @@ def test_a_pool_draws_elsewhere_what_a_lying_server_drew_and_takes_it_back_once_
     asyncio.run(run())
 
 
-def test_a_server_that_cannot_be_used_is_let_go() -> None:
+async def test_a_server_that_cannot_be_used_is_let_go() -> None:
     class Refusing(Scripted):
         async def label(self, version: int) -> None:
             raise RequestRefused("no names")
@@ -308,13 +290,10 @@ def test_a_server_that_cannot_be_used_is_let_go() -> None:
         async def version(self) -> int | None:
             return None
 
-    async def run() -> None:
-        server = Refusing()
-        with pytest.raises(ConfigError, match="no names"):
-            await started(server)
-        assert server.closed
-
-    asyncio.run(run())
+    server = Refusing()
+    with pytest.raises(ConfigError, match="no names"):
+        await started(server)
+    assert server.closed
 
 
 def test_words_and_numbers_that_are_none_end_nothing() -> None:

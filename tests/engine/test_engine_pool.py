@@ -277,22 +277,19 @@ def test_a_late_engine_that_hangs_holds_up_no_update() -> None:
     watched([CountingEngine()], body)
 
 
-def test_engines_that_come_or_leave_while_their_pool_ends_are_closed() -> None:
-    async def run() -> None:
-        leaving, coming = SilentEngine(silent_abort=True), SilentEngine(silent_info=True)
-        pool = await joined([leaving])
-        left, came = asyncio.create_task(pool.leave("0")), asyncio.create_task(pool.join("late", coming))
-        await until(lambda: coming.infos == 1 and not pool.replicas)
-        await pool.aclose()
-        assert (leaving.closed, coming.closed) == (False, False)
-        left.cancel()
-        coming.silent_info = False
-        with pytest.raises(EngineUnavailable, match="the pool has been closed"):
-            await came
-        await asyncio.wait({left})
-        assert (leaving.closed, coming.closed) == (True, True)
-
-    asyncio.run(run())
+async def test_engines_that_come_or_leave_while_their_pool_ends_are_closed() -> None:
+    leaving, coming = SilentEngine(silent_abort=True), SilentEngine(silent_info=True)
+    pool = await joined([leaving])
+    left, came = asyncio.create_task(pool.leave("0")), asyncio.create_task(pool.join("late", coming))
+    await until(lambda: coming.infos == 1 and not pool.replicas)
+    await pool.aclose()
+    assert (leaving.closed, coming.closed) == (False, False)
+    left.cancel()
+    coming.silent_info = False
+    with pytest.raises(EngineUnavailable, match="the pool has been closed"):
+        await came
+    await asyncio.wait({left})
+    assert (leaving.closed, coming.closed) == (True, True)
 
 
 def test_an_engine_that_does_not_say_what_it_serves_is_asked_again() -> None:
@@ -372,18 +369,15 @@ def test_versions_never_decrease_over_the_turns_of_a_session_while_engines_are_u
     watched([new, loading, old], body)
 
 
-def test_nothing_answers_for_longer_than_the_patience() -> None:
-    async def run() -> None:
-        engine = CountingEngine()
-        pool = await joined([engine], patience_s=0.1)
-        engine.dead = True
-        for asked in (pool.generate([1], Sampling(3)), pool.scored([1, 2])):
-            with pytest.raises(EngineUnavailable, match=r"no engine for 0\.1 s; the last error: dead"):
-                await asked
-        with pytest.raises(EngineUnavailable, match="no engine"):
-            await pool.info()
-
-    asyncio.run(run())
+async def test_nothing_answers_for_longer_than_the_patience() -> None:
+    engine = CountingEngine()
+    pool = await joined([engine], patience_s=0.1)
+    engine.dead = True
+    for asked in (pool.generate([1], Sampling(3)), pool.scored([1, 2])):
+        with pytest.raises(EngineUnavailable, match=r"no engine for 0\.1 s; the last error: dead"):
+            await asked
+    with pytest.raises(EngineUnavailable, match="no engine"):
+        await pool.info()
 
 
 def test_a_refused_request_is_asked_of_one_other_engine() -> None:

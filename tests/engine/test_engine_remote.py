@@ -54,14 +54,11 @@ def test_an_answer_that_no_engine_gives_makes_the_engine_unavailable(given: tupl
     asyncio.run(ask())
 
 
-def test_health_that_a_proxy_answers_is_none() -> None:
-    async def ask() -> None:
-        for status in (400, 404, 503):
-            async with stubbed(Stub(otherwise=(status, b"not here"))) as url, aclosing(HttpEngine(url)) as engine:
-                with pytest.raises(EngineUnavailable, match=f"HTTP {status} on /health: not here"):
-                    await engine.alive()
-
-    asyncio.run(ask())
+async def test_health_that_a_proxy_answers_is_none() -> None:
+    for status in (400, 404, 503):
+        async with stubbed(Stub(otherwise=(status, b"not here"))) as url, aclosing(HttpEngine(url)) as engine:
+            with pytest.raises(EngineUnavailable, match=f"HTTP {status} on /health: not here"):
+                await engine.alive()
 
 
 def test_a_request_whose_client_was_closed_meanwhile_finds_no_engine() -> None:
@@ -86,36 +83,27 @@ def test_a_closed_client_opens_no_connection_again() -> None:
         asyncio.run(ask())
 
 
-def test_what_the_engine_refuses_is_refused() -> None:
-    async def ask() -> None:
-        for status in (400, 413):
-            async with stubbed(Stub(otherwise=(status, b"no such token"))) as url, aclosing(HttpEngine(url)) as engine:
-                with pytest.raises(RequestRefused, match="no such token"):
-                    await engine.scored([5])
-
-    asyncio.run(ask())
+async def test_what_the_engine_refuses_is_refused() -> None:
+    for status in (400, 413):
+        async with stubbed(Stub(otherwise=(status, b"no such token"))) as url, aclosing(HttpEngine(url)) as engine:
+            with pytest.raises(RequestRefused, match="no such token"):
+                await engine.scored([5])
 
 
-def test_deep_nesting_of_another_projects_server_makes_it_unavailable() -> None:
-    async def ask() -> None:
-        async with stubbed(Stub(otherwise=(200, DEEP))) as url:
-            asking = Client(url)
-            with pytest.raises(EngineUnavailable, match="something else than expected"):
-                await asking.ask("GET", "/", dict)
-            await asking.aclose()
-        async with stubbed(Stub(otherwise=(500, DEEP))) as url:
-            asking = Client(url)
-            with pytest.raises(EngineUnavailable, match="HTTP 500"):
-                await asking.ask("GET", "/", dict)
-            await asking.aclose()
-
-    asyncio.run(ask())
+async def test_deep_nesting_of_another_projects_server_makes_it_unavailable() -> None:
+    async with stubbed(Stub(otherwise=(200, DEEP))) as url:
+        asking = Client(url)
+        with pytest.raises(EngineUnavailable, match="something else than expected"):
+            await asking.ask("GET", "/", dict)
+        await asking.aclose()
+    async with stubbed(Stub(otherwise=(500, DEEP))) as url:
+        asking = Client(url)
+        with pytest.raises(EngineUnavailable, match="HTTP 500"):
+            await asking.ask("GET", "/", dict)
+        await asking.aclose()
 
 
-def test_a_proxy_whose_server_is_not_up_yet_is_no_wrong_configuration(tmp_path: Path) -> None:
-    async def ask() -> None:
-        async with stubbed(Stub(otherwise=(502, b"bad gateway"))) as url:
-            with pytest.raises(EngineUnavailable, match="HTTP 502: bad gateway"):
-                await connect(url, on_update="keep", model_dir=tmp_path, sampling=Sampling(8))
-
-    asyncio.run(ask())
+async def test_a_proxy_whose_server_is_not_up_yet_is_no_wrong_configuration(tmp_path: Path) -> None:
+    async with stubbed(Stub(otherwise=(502, b"bad gateway"))) as url:
+        with pytest.raises(EngineUnavailable, match="HTTP 502: bad gateway"):
+            await connect(url, on_update="keep", model_dir=tmp_path, sampling=Sampling(8))

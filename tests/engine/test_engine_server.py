@@ -68,22 +68,19 @@ def test_generation_has_the_shape_of_vllm(server: Server) -> None:
         assert all(entry["logprob"] <= 0 for entry in choice["logprobs"]["content"])
 
 
-def test_the_client_gets_what_the_routes_give(server: Server) -> None:
-    async def ask() -> None:
-        async with server.engine() as engine:
-            completions = await engine.generate(PROMPT, Sampling(12, seed=3, top_p=0.9), n=3)
-            assert [len(completion.token_ids) for completion in completions] == [12] * 3
-            again = await engine.generate(PROMPT, Sampling(12, seed=3, top_p=0.9), n=3)
-            assert [c.token_ids for c in again] == [c.token_ids for c in completions]
-            (whole,) = await engine.generate(PROMPT, Sampling(12))
-            scores = (await engine.scored([*PROMPT, *whole.token_ids])).logprobs
-            assert scores[len(PROMPT) - 1 :] == pytest.approx(whole.logprobs, abs=1e-4)
-            info = await engine.info()
-            assert (info.version, info.running, info.waiting) == (0, 0, 0)
-            assert info.tokens_drawn >= 84
-            assert 0 < info.busy_share <= 1
-
-    asyncio.run(ask())
+async def test_the_client_gets_what_the_routes_give(server: Server) -> None:
+    async with server.engine() as engine:
+        completions = await engine.generate(PROMPT, Sampling(12, seed=3, top_p=0.9), n=3)
+        assert [len(completion.token_ids) for completion in completions] == [12] * 3
+        again = await engine.generate(PROMPT, Sampling(12, seed=3, top_p=0.9), n=3)
+        assert [c.token_ids for c in again] == [c.token_ids for c in completions]
+        (whole,) = await engine.generate(PROMPT, Sampling(12))
+        scores = (await engine.scored([*PROMPT, *whole.token_ids])).logprobs
+        assert scores[len(PROMPT) - 1 :] == pytest.approx(whole.logprobs, abs=1e-4)
+        info = await engine.info()
+        assert (info.version, info.running, info.waiting) == (0, 0, 0)
+        assert info.tokens_drawn >= 84
+        assert 0 < info.busy_share <= 1
 
 
 @pytest.mark.parametrize(
@@ -126,96 +123,81 @@ def test_other_wrong_bodies_and_routes_are_refused(server: Server) -> None:
     assert server.ask("/score", {"token_ids": [VOCABULARY]})[0] == 400
 
 
-def test_max_tokens_beyond_the_context_are_cut_to_what_fits(server: Server) -> None:
-    async def ask() -> None:
-        async with server.engine() as engine:
-            (completion,) = await engine.generate([5] * 250, Sampling(1000))
-            assert len(completion.token_ids) == 6
-            assert completion.finish_reason is FinishReason.LENGTH
-            with pytest.raises(RequestRefused, match="255 tokens, got 256"):
-                await engine.generate([5] * 256, Sampling(1))
-
-    asyncio.run(ask())
+async def test_max_tokens_beyond_the_context_are_cut_to_what_fits(server: Server) -> None:
+    async with server.engine() as engine:
+        (completion,) = await engine.generate([5] * 250, Sampling(1000))
+        assert len(completion.token_ids) == 6
+        assert completion.finish_reason is FinishReason.LENGTH
+        with pytest.raises(RequestRefused, match="255 tokens, got 256"):
+            await engine.generate([5] * 256, Sampling(1))
 
 
-def test_a_full_queue_answers_503(server: Server) -> None:
-    async def ask() -> None:
-        async with server.engine() as engine:
-            first = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=8))
-            await until(lambda: running(engine, 4))
-            second = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=4))
-            await until(lambda: waiting(engine, 8))
-            with pytest.raises(EngineUnavailable, match="the queue is full: 8 sequences wait"):
-                await engine.generate(PROMPT, Sampling(1))
-            await engine.abort()
-            assert len(await first) == 8
-            assert len(await second) == 4
-
-    asyncio.run(ask())
+async def test_a_full_queue_answers_503(server: Server) -> None:
+    async with server.engine() as engine:
+        first = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=8))
+        await until(lambda: running(engine, 4))
+        second = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=4))
+        await until(lambda: waiting(engine, 8))
+        with pytest.raises(EngineUnavailable, match="the queue is full: 8 sequences wait"):
+            await engine.generate(PROMPT, Sampling(1))
+        await engine.abort()
+        assert len(await first) == 8
+        assert len(await second) == 4
 
 
-def test_pausing_keeps_waits_or_aborts_over_http(server: Server) -> None:
-    async def ask() -> None:
-        async with server.engine() as engine:
-            sampling = Sampling(200, temperature=0)
-            (expected,) = await engine.generate(PROMPT, sampling)
-            kept = asyncio.create_task(engine.generate(PROMPT, sampling))
-            await until(lambda: running(engine, 1))
-            await engine.pause("keep")
-            assert await engine.paused()
-            drawn = (await engine.info()).tokens_drawn
-            queued = asyncio.create_task(engine.generate(PROMPT, sampling))
-            await until(lambda: waiting(engine, 1))
-            assert (await engine.info()).tokens_drawn == drawn
-            await engine.resume()
-            assert (await kept)[0].token_ids == (await queued)[0].token_ids == expected.token_ids
+async def test_pausing_keeps_waits_or_aborts_over_http(server: Server) -> None:
+    async with server.engine() as engine:
+        sampling = Sampling(200, temperature=0)
+        (expected,) = await engine.generate(PROMPT, sampling)
+        kept = asyncio.create_task(engine.generate(PROMPT, sampling))
+        await until(lambda: running(engine, 1))
+        await engine.pause("keep")
+        assert await engine.paused()
+        drawn = (await engine.info()).tokens_drawn
+        queued = asyncio.create_task(engine.generate(PROMPT, sampling))
+        await until(lambda: waiting(engine, 1))
+        assert (await engine.info()).tokens_drawn == drawn
+        await engine.resume()
+        assert (await kept)[0].token_ids == (await queued)[0].token_ids == expected.token_ids
 
-            finishing = asyncio.create_task(engine.generate(PROMPT, sampling))
-            await until(lambda: running(engine, 1))
-            await engine.pause("wait")
-            assert finishing.done() or await finishing
-            with pytest.raises(EngineUnavailable, match="paused"):
-                await engine.generate(PROMPT, sampling)
-            await engine.resume()
+        finishing = asyncio.create_task(engine.generate(PROMPT, sampling))
+        await until(lambda: running(engine, 1))
+        await engine.pause("wait")
+        assert finishing.done() or await finishing
+        with pytest.raises(EngineUnavailable, match="paused"):
+            await engine.generate(PROMPT, sampling)
+        await engine.resume()
 
-            aborted = asyncio.create_task(engine.generate(PROMPT, Sampling(250, temperature=0)))
-            await until(lambda: running(engine, 1))
-            await engine.pause("abort")
-            (partial,) = await aborted
-            assert partial.finish_reason is FinishReason.ABORT
-            assert partial.token_ids == expected.token_ids[: len(partial.token_ids)]
-            await engine.resume()
-            assert not await engine.paused()
-
-    asyncio.run(ask())
+        aborted = asyncio.create_task(engine.generate(PROMPT, Sampling(250, temperature=0)))
+        await until(lambda: running(engine, 1))
+        await engine.pause("abort")
+        (partial,) = await aborted
+        assert partial.finish_reason is FinishReason.ABORT
+        assert partial.token_ids == expected.token_ids[: len(partial.token_ids)]
+        await engine.resume()
+        assert not await engine.paused()
 
 
-def test_a_client_that_goes_away_takes_its_request_with_it(server: Server) -> None:
-    async def ask() -> None:
-        async with server.engine() as engine:
-            gone = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=8))
-            await until(lambda: running(engine, 4))
-            gone.cancel()
-            before = (await engine.info()).tokens_drawn
-            await until(lambda: running(engine, 0))
-            info = await engine.info()
-            assert info.waiting == 0
-            assert info.tokens_drawn - before < 4 * 250
-
-    asyncio.run(ask())
+async def test_a_client_that_goes_away_takes_its_request_with_it(server: Server) -> None:
+    async with server.engine() as engine:
+        gone = asyncio.create_task(engine.generate(PROMPT, Sampling(250), n=8))
+        await until(lambda: running(engine, 4))
+        gone.cancel()
+        before = (await engine.info()).tokens_drawn
+        await until(lambda: running(engine, 0))
+        info = await engine.info()
+        assert info.waiting == 0
+        assert info.tokens_drawn - before < 4 * 250
 
 
-def test_hundreds_of_requests_at_once_are_all_answered(roomy: Server) -> None:
-    async def ask() -> None:
-        async with roomy.engine() as engine, asyncio.TaskGroup() as tasks:
-            asked = [
-                tasks.create_task(engine.generate([i % 90 + 6] * (1 + i % 9), Sampling(1 + i % 13), n=1 + i % 3))
-                for i in range(300)
-            ]
-        for i, task in enumerate(asked):
-            assert [len(completion.token_ids) for completion in task.result()] == [1 + i % 13] * (1 + i % 3)
-
-    asyncio.run(ask())
+async def test_hundreds_of_requests_at_once_are_all_answered(roomy: Server) -> None:
+    async with roomy.engine() as engine, asyncio.TaskGroup() as tasks:
+        asked = [
+            tasks.create_task(engine.generate([i % 90 + 6] * (1 + i % 9), Sampling(1 + i % 13), n=1 + i % 3))
+            for i in range(300)
+        ]
+    for i, task in enumerate(asked):
+        assert [len(completion.token_ids) for completion in task.result()] == [1 + i % 13] * (1 + i % 3)
 
 
 def test_weights_change_under_requests_in_flight(
@@ -277,13 +259,10 @@ def test_every_token_but_the_first_has_a_score_whatever_chunks_they_are_prefille
         asyncio.run(ask(server))
 
 
-def test_an_engine_that_is_not_there_is_unavailable() -> None:
-    async def ask() -> None:
-        async with aclosing(HttpEngine("http://127.0.0.1:9")) as engine:
-            with pytest.raises(EngineUnavailable, match=r"no answer from http://127\.0\.0\.1:9"):
-                await engine.info()
-
-    asyncio.run(ask())
+async def test_an_engine_that_is_not_there_is_unavailable() -> None:
+    async with aclosing(HttpEngine("http://127.0.0.1:9")) as engine:
+        with pytest.raises(EngineUnavailable, match=r"no answer from http://127\.0\.0\.1:9"):
+            await engine.info()
 
 
 def test_an_engine_that_dies_makes_its_requests_unavailable(tiny_model_dir: Path) -> None:

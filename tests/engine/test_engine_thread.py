@@ -85,28 +85,25 @@ async def asked(server: EngineServer, path: str, query: str = "", body: object =
     return told[0]["status"], json.loads(b"".join(message.get("body", b"") for message in told))
 
 
-def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model_dir: Path) -> None:
+async def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model_dir: Path) -> None:
     crashes: list[BaseException] = []
     engine = StepEngine(load_model(tiny_model_dir), EngineLimits(128))
     server = EngineServer(engine, crashed=crashes.append)
 
-    async def ask() -> None:
-        async with server.app.router.lifespan_context(server.app):
-            engine.pause(PauseMode.KEEP)
-            body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 60}}
-            drawing = asyncio.create_task(asked(server, "/inference/v1/generate", body=body))
-            await until(lambda: engine.info().waiting == 1)
-            waiting = asyncio.create_task(asked(server, "/pause", "mode=wait"))
-            await asked(server, "/pause", "mode=keep")  # so that what the other waits for does not come
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            await asked(server, "/resume")
-            _, answer = await drawing
-            assert len(answer["choices"][0]["token_ids"]) == 60
-            assert crashes == []
-
-    asyncio.run(ask())
+    async with server.app.router.lifespan_context(server.app):
+        engine.pause(PauseMode.KEEP)
+        body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 60}}
+        drawing = asyncio.create_task(asked(server, "/inference/v1/generate", body=body))
+        await until(lambda: engine.info().waiting == 1)
+        waiting = asyncio.create_task(asked(server, "/pause", "mode=wait"))
+        await asked(server, "/pause", "mode=keep")  # so that what the other waits for does not come
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asked(server, "/resume")
+        _, answer = await drawing
+        assert len(answer["choices"][0]["token_ids"]) == 60
+        assert crashes == []
 
 
 def test_weights_that_wait_for_answers_that_stand_still_cost_no_steps(tiny_model_dir: Path) -> None:

@@ -204,9 +204,6 @@ def test_an_answer_of_an_adapter_continues_on_another_engine(tmp_path: Path) -> 
     assert {one for engine in engines for one in engine.answered} == {("base", "one")}
 
 
-def test_nothing_serves_named_models_for_longer_than_the_patience() -> None:
-    async def run() -> None:
-        with pytest.raises(EngineUnavailable, match="no engine for"):
-            await asked(await pool_of(patience_s=0.01), NamedModel())
-
-    asyncio.run(run())
+async def test_nothing_serves_named_models_for_longer_than_the_patience() -> None:
+    with pytest.raises(EngineUnavailable, match="no engine for"):
+        await asked(await pool_of(patience_s=0.01), NamedModel())

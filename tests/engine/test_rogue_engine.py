@@ -123,23 +123,20 @@ def test_whatever_a_rogue_engine_answers_only_right_answers_are_returned(choice:
         ("finish_reason", {"finish_reason": FinishReason.STOP}),
     ],
 )
-def test_a_wrong_field_is_a_failure_of_the_engine_by_its_name(field: str, answer: dict[str, Any]) -> None:
+async def test_a_wrong_field_is_a_failure_of_the_engine_by_its_name(field: str, answer: dict[str, Any]) -> None:
     @dataclass
     class Lying(CountingEngine):
         async def generate(self, *arguments: Any, **named: Any) -> list[Completion]:
             return [replace(Completion((1,) * 4, (-0.5,) * 4, (0,) * 4, FinishReason.LENGTH), **answer)]
 
-    async def run() -> None:
-        told: list[str] = []
-        pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.1, on_event=told.append)
-        await pool.join("liar", Lying())
-        with pytest.raises(EngineUnavailable, match=f"liar gave a wrong answer: {field}"):
-            await pool.generate([1, 2], SAMPLING)
-        assert "it rests" in told[0]
-        await pool.join("honest", CountingEngine())
-        assert (await pool.generate([1, 2], SAMPLING))[0].token_ids == true_answer([1, 2], 4)
-
-    asyncio.run(run())
+    told: list[str] = []
+    pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.1, on_event=told.append)
+    await pool.join("liar", Lying())
+    with pytest.raises(EngineUnavailable, match=f"liar gave a wrong answer: {field}"):
+        await pool.generate([1, 2], SAMPLING)
+    assert "it rests" in told[0]
+    await pool.join("honest", CountingEngine())
+    assert (await pool.generate([1, 2], SAMPLING))[0].token_ids == true_answer([1, 2], 4)
 
 
 STOPPED = Completion((5, STOP), (-0.5,) * 2, (0,) * 2, FinishReason.STOP)
@@ -161,26 +158,23 @@ class Answering(CountingEngine):
 
 @pytest.mark.parametrize("ids", [(5,), (5, 6, 7), (5, 6, 7, 8)])
 @pytest.mark.parametrize("why", [FinishReason.STOP, FinishReason.LENGTH])
-def test_a_foreign_server_may_end_an_answer_by_its_own_rules(ids: tuple[int, ...], why: FinishReason) -> None:
-    async def run() -> None:
-        pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.01)
-        answer = Completion(ids, (-0.5,) * len(ids), (0,) * len(ids), why)
-        own, foreign = Answering(answer=answer), Answering(answer=answer, foreign=True)
-        await pool.join("foreign", foreign)
-        assert await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,))) == [answer]
-        wrong = [(STOP, *ids[1:], 5)[:4], (*ids[1:], VOCABULARY), ()]
-        for tokens in wrong:
-            foreign.answer = Completion(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), why)
-            with pytest.raises(EngineUnavailable, match=r"token_ids|finish_reason"):
-                await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,)))
-            ready_again(pool)
-        await pool.leave("foreign")
-        await pool.join("own", own)
-        if why is FinishReason.STOP or len(ids) < 4:
-            with pytest.raises(EngineUnavailable, match="finish_reason"):
-                await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,)))
-
-    asyncio.run(run())
+async def test_a_foreign_server_may_end_an_answer_by_its_own_rules(ids: tuple[int, ...], why: FinishReason) -> None:
+    pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.01)
+    answer = Completion(ids, (-0.5,) * len(ids), (0,) * len(ids), why)
+    own, foreign = Answering(answer=answer), Answering(answer=answer, foreign=True)
+    await pool.join("foreign", foreign)
+    assert await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,))) == [answer]
+    wrong = [(STOP, *ids[1:], 5)[:4], (*ids[1:], VOCABULARY), ()]
+    for tokens in wrong:
+        foreign.answer = Completion(tokens, (-0.5,) * len(tokens), (0,) * len(tokens), why)
+        with pytest.raises(EngineUnavailable, match=r"token_ids|finish_reason"):
+            await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,)))
+        ready_again(pool)
+    await pool.leave("foreign")
+    await pool.join("own", own)
+    if why is FinishReason.STOP or len(ids) < 4:
+        with pytest.raises(EngineUnavailable, match="finish_reason"):
+            await pool.generate([1, 2], Sampling(4, stop_token_ids=(STOP,)))
 
 
 def ready_again(pool: EnginePool) -> None:
@@ -190,29 +184,26 @@ def ready_again(pool: EnginePool) -> None:
 
 
 @pytest.mark.parametrize("between", [0, 99, 100])
-def test_only_an_engine_that_is_wrong_often_is_left_out(between: int) -> None:
-    async def run() -> None:
-        engine = Answering(version=1)
-        right = replace(STOPPED, versions=(1, 1))
-        pool = EnginePool(rules=rules(), patience_s=0.01, recovered=1)
-        await pool.join("restarting", engine)
-        (replica,) = pool.replicas
-        for _ in range(4):
-            engine.answer = replace(right, versions=(0, 0))  # of the weights that it had right after a restart
-            with pytest.raises(EngineUnavailable, match="weight_versions"):
-                await pool.generate([1, 2], SAMPLING)
-            if replica.left_out:
-                break
-            ready_again(pool)
-            engine.answer = right
-            for _ in range(between):
-                await pool.generate([1, 2], SAMPLING)
-        assert replica.left_out == (between < 100)
-
-    asyncio.run(run())
+async def test_only_an_engine_that_is_wrong_often_is_left_out(between: int) -> None:
+    engine = Answering(version=1)
+    right = replace(STOPPED, versions=(1, 1))
+    pool = EnginePool(rules=rules(), patience_s=0.01, recovered=1)
+    await pool.join("restarting", engine)
+    (replica,) = pool.replicas
+    for _ in range(4):
+        engine.answer = replace(right, versions=(0, 0))  # of the weights that it had right after a restart
+        with pytest.raises(EngineUnavailable, match="weight_versions"):
+            await pool.generate([1, 2], SAMPLING)
+        if replica.left_out:
+            break
+        ready_again(pool)
+        engine.answer = right
+        for _ in range(between):
+            await pool.generate([1, 2], SAMPLING)
+    assert replica.left_out == (between < 100)
 
 
-def test_answers_that_are_wrong_together_count_once() -> None:
+async def test_answers_that_are_wrong_together_count_once() -> None:
     class Together(Answering):
         async def generate(self, *arguments: Any, **named: Any) -> list[Completion]:
             await barrier.wait()
@@ -220,16 +211,13 @@ def test_answers_that_are_wrong_together_count_once() -> None:
 
     barrier = asyncio.Barrier(8)
 
-    async def run() -> None:
-        lying = Together(answer=replace(STOPPED, versions=(7, 7)))
-        pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.01)
-        await pool.join("liar", lying)
-        asked = (pool.generate([i], SAMPLING) for i in range(8))
-        given = await asyncio.gather(*asked, return_exceptions=True)
-        assert all(isinstance(one, EngineUnavailable) for one in given)
-        assert [replica.wrong for replica in pool.replicas] == [1]
-
-    asyncio.run(run())
+    lying = Together(answer=replace(STOPPED, versions=(7, 7)))
+    pool = EnginePool(rules=rules(), initial=NOWHERE, patience_s=0.01)
+    await pool.join("liar", lying)
+    asked = (pool.generate([i], SAMPLING) for i in range(8))
+    given = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(one, EngineUnavailable) for one in given)
+    assert [replica.wrong for replica in pool.replicas] == [1]
 
 
 def test_spans_of_versions_cost_no_more_than_the_answer_is_long() -> None:

@@ -55,18 +55,15 @@ def test_groups_with_the_oldest_token_come_first_then_those_committed_first(tmp_
     assert asyncio.run(main()) == ["a", "b", "c", "d"]
 
 
-def test_take_waits_until_enough_groups_are_there(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path)
-        taker = asyncio.create_task(buffer.take(2, 0))
-        await run_group(buffer, "a")
-        await asyncio.sleep(0.01)
-        assert not taker.done()
-        await run_group(buffer, "b")
-        assert [g.id for g in await taker] == ["a", "b"]
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_take_waits_until_enough_groups_are_there(tmp_path):
+    buffer = open_buffer(tmp_path)
+    taker = asyncio.create_task(buffer.take(2, 0))
+    await run_group(buffer, "a")
+    await asyncio.sleep(0.01)
+    assert not taker.done()
+    await run_group(buffer, "b")
+    assert [g.id for g in await taker] == ["a", "b"]
+    await buffer.close()
 
 
 def test_a_step_waits_no_longer_than_its_patience_for_a_task_that_is_silent_and_again_once_it_delivered():
@@ -216,19 +213,16 @@ def test_a_cancelled_take_loses_nothing(tmp_path):
     assert asyncio.run(main()) == "a"
 
 
-def test_a_group_cannot_be_consumed_twice(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path)
-        await run_group(buffer, "a")
-        await buffer.take(1, 0)
-        with pytest.raises(ValueError, match="named twice"):
-            await buffer.consumed(0, 0, ["a", "a"], version_after=1)
-        await buffer.consumed(0, 0, ["a"], version_after=1)
-        with pytest.raises(ValueError, match="used before"):
-            await buffer.consumed(1, 0, ["a"], version_after=1)
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_a_group_cannot_be_consumed_twice(tmp_path):
+    buffer = open_buffer(tmp_path)
+    await run_group(buffer, "a")
+    await buffer.take(1, 0)
+    with pytest.raises(ValueError, match="named twice"):
+        await buffer.consumed(0, 0, ["a", "a"], version_after=1)
+    await buffer.consumed(0, 0, ["a"], version_after=1)
+    with pytest.raises(ValueError, match="used before"):
+        await buffer.consumed(1, 0, ["a"], version_after=1)
+    await buffer.close()
 
 
 def test_the_log_itself_refuses_a_second_use_and_the_use_of_a_dropped_group(tmp_path):
@@ -252,32 +246,26 @@ def test_the_log_itself_refuses_a_second_use_and_the_use_of_a_dropped_group(tmp_
     assert rows(tmp_path, "SELECT finished_seq FROM consumed") == [(1,), (2,)]
 
 
-def test_a_group_taken_for_one_version_is_not_consumed_under_another(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path)
-        await run_group(buffer, "a")
-        await buffer.take(1, 0)
-        with pytest.raises(ValueError, match="another version"):
-            await buffer.consumed(0, 5, ["a"], version_after=5)
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_a_group_taken_for_one_version_is_not_consumed_under_another(tmp_path):
+    buffer = open_buffer(tmp_path)
+    await run_group(buffer, "a")
+    await buffer.take(1, 0)
+    with pytest.raises(ValueError, match="another version"):
+        await buffer.consumed(0, 5, ["a"], version_after=5)
+    await buffer.close()
 
 
-def test_groups_that_never_started_or_ended_before_are_refused(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path)
-        with pytest.raises(ValueError, match="never admitted"):
-            await buffer.add(group("x"))
+async def test_groups_that_never_started_or_ended_before_are_refused(tmp_path):
+    buffer = open_buffer(tmp_path)
+    with pytest.raises(ValueError, match="never admitted"):
+        await buffer.add(group("x"))
+    await buffer.admit("a", "chain_sum")
+    with pytest.raises(ValueError, match="running already"):
         await buffer.admit("a", "chain_sum")
-        with pytest.raises(ValueError, match="running already"):
-            await buffer.admit("a", "chain_sum")
+    await buffer.fail("a", "no")
+    with pytest.raises(ValueError, match="has ended"):
         await buffer.fail("a", "no")
-        with pytest.raises(ValueError, match="has ended"):
-            await buffer.fail("a", "no")
-        await buffer.close()
-
-    asyncio.run(main())
+    await buffer.close()
 
 
 def test_a_resumed_run_offers_what_waited_and_ends_what_was_in_flight(tmp_path):
@@ -312,28 +300,22 @@ def test_a_resumed_run_offers_what_waited_and_ends_what_was_in_flight(tmp_path):
     assert counts.dropped == {"interrupted": 1}
 
 
-def test_replayed_groups_equal_those_that_were_trained(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path)
-        for group_id in "ab":
-            await run_group(buffer, group_id, (0, 1), size=3, failed=1)
-        groups = await buffer.take(2, 1)
-        await buffer.consumed(0, 1, [g.id for g in reversed(groups)], version_after=2)
-        assert await buffer.groups_of(0) == groups[::-1]
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_replayed_groups_equal_those_that_were_trained(tmp_path):
+    buffer = open_buffer(tmp_path)
+    for group_id in "ab":
+        await run_group(buffer, group_id, (0, 1), size=3, failed=1)
+    groups = await buffer.take(2, 1)
+    await buffer.consumed(0, 1, [g.id for g in reversed(groups)], version_after=2)
+    assert await buffer.groups_of(0) == groups[::-1]
+    await buffer.close()
 
 
-def test_a_replay_that_gives_other_weights_is_noticed(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path)
-        assert await buffer.record_version(1, "aa")
-        assert await buffer.record_version(1, "aa")
-        assert not await buffer.record_version(1, "bb")
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_a_replay_that_gives_other_weights_is_noticed(tmp_path):
+    buffer = open_buffer(tmp_path)
+    assert await buffer.record_version(1, "aa")
+    assert await buffer.record_version(1, "aa")
+    assert not await buffer.record_version(1, "bb")
+    await buffer.close()
 
 
 def test_an_existing_run_is_refused_without_resume_and_left_as_it_was(tmp_path):
@@ -381,26 +363,23 @@ def test_a_log_cut_off_while_it_was_created_starts_over(tmp_path):
     asyncio.run(buffer.close())
 
 
-def test_when_the_log_cannot_be_written_everybody_who_waits_hears_of_it(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path, RunMeta(0, "drop", 1, 1))
-        await buffer.admit("a", "chain_sum")
-        taker = asyncio.create_task(buffer.take(1, 0))
-        starter = asyncio.create_task(buffer.admit("b", "chain_sum"))
-        await asyncio.sleep(0)
-        raw = sqlite3.connect(tmp_path / FILE)
-        raw.execute("DROP TABLE groups")
-        raw.close()
+async def test_when_the_log_cannot_be_written_everybody_who_waits_hears_of_it(tmp_path):
+    buffer = open_buffer(tmp_path, RunMeta(0, "drop", 1, 1))
+    await buffer.admit("a", "chain_sum")
+    taker = asyncio.create_task(buffer.take(1, 0))
+    starter = asyncio.create_task(buffer.admit("b", "chain_sum"))
+    await asyncio.sleep(0)
+    raw = sqlite3.connect(tmp_path / FILE)
+    raw.execute("DROP TABLE groups")
+    raw.close()
+    with pytest.raises(RunDirError, match="cannot be written"):
+        await buffer.add(group("a"))
+    for waiting in (taker, starter):
         with pytest.raises(RunDirError, match="cannot be written"):
-            await buffer.add(group("a"))
-        for waiting in (taker, starter):
-            with pytest.raises(RunDirError, match="cannot be written"):
-                await asyncio.wait_for(waiting, 5)
-        with pytest.raises(RunDirError, match="cannot be written"):
-            await buffer.admit("c", "chain_sum")
-        await buffer.close()
-
-    asyncio.run(main())
+            await asyncio.wait_for(waiting, 5)
+    with pytest.raises(RunDirError, match="cannot be written"):
+        await buffer.admit("c", "chain_sum")
+    await buffer.close()
 
 
 def test_counts_of_each_task_are_found_again_in_the_log(tmp_path):
@@ -419,17 +398,14 @@ def test_counts_of_each_task_are_found_again_in_the_log(tmp_path):
     assert task_counts(tmp_path) == counts
 
 
-def test_a_buffer_in_memory_writes_at_once():
-    async def main():
-        buffer = Buffer.in_memory(META, max_running=4)
-        adding = run_group(buffer, "a")
-        with pytest.raises(StopIteration):  # no suspension: a virtual clock sees no thread
-            adding.send(None)
-        assert buffer.waiting == 1
-        await buffer.sync()
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_a_buffer_in_memory_writes_at_once():
+    buffer = Buffer.in_memory(META, max_running=4)
+    adding = run_group(buffer, "a")
+    with pytest.raises(StopIteration):  # no suspension: a virtual clock sees no thread
+        adding.send(None)
+    assert buffer.waiting == 1
+    await buffer.sync()
+    await buffer.close()
 
 
 def test_a_write_that_fails_halfway_leaves_nothing(tmp_path):
@@ -449,30 +425,24 @@ def test_a_write_that_fails_halfway_leaves_nothing(tmp_path):
     assert rows(tmp_path, "SELECT * FROM started") == []
 
 
-def test_a_mistake_of_ours_is_not_called_a_full_disk(tmp_path):
-    async def main():
-        buffer = open_buffer(tmp_path)
+async def test_a_mistake_of_ours_is_not_called_a_full_disk(tmp_path):
+    buffer = open_buffer(tmp_path)
+    await run_group(buffer, "a")
+    with pytest.raises(sqlite3.IntegrityError):
         await run_group(buffer, "a")
-        with pytest.raises(sqlite3.IntegrityError):
-            await run_group(buffer, "a")
-        await buffer.close()
-
-    asyncio.run(main())
+    await buffer.close()
 
 
-def test_whatever_was_logged_can_be_read_again(tmp_path):
+async def test_whatever_was_logged_can_be_read_again(tmp_path):
     long = replace(group("a").rollouts[0], messages=(Message(Role.USER, "x" * (wire.MAX_BYTES + 1)),))
 
-    async def main():
-        buffer = open_buffer(tmp_path)
-        await buffer.admit("a", "chain_sum")
-        await buffer.add(replace(group("a"), rollouts=(long,)))
-        await buffer.close()
-        buffer = open_buffer(tmp_path, resume=True)
-        assert buffer.recovered.waiting == 1
-        await buffer.close()
-
-    asyncio.run(main())
+    buffer = open_buffer(tmp_path)
+    await buffer.admit("a", "chain_sum")
+    await buffer.add(replace(group("a"), rollouts=(long,)))
+    await buffer.close()
+    buffer = open_buffer(tmp_path, resume=True)
+    assert buffer.recovered.waiting == 1
+    await buffer.close()
 
 
 def test_what_a_posted_write_returns_is_freed_by_the_thread_that_writes(tmp_path):

@@ -37,7 +37,7 @@ def engine_process(port: int, seconds: float) -> "Iterator[tuple[subprocess.Pope
             child.kill()
 
 
-def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers_the_retry() -> None:
+async def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers_the_retry() -> None:
     made = tokenizer()
 
     async def scenario(gateway: Gateway, url: str, dying: "subprocess.Popen[str]", port: int) -> None:
@@ -58,12 +58,9 @@ def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers_the_r
         (row,) = rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0)
         assert sum(row.mask) == len(session.tree.generations[0].completion.token_ids) > 0
 
-    async def main() -> None:
-        with engine_process(0, 30.0) as (dying, engine_url):
-            port = int(engine_url.rpartition(":")[2])
-            async with aclosing(HttpEngine(engine_url)) as engine:
-                gateway = Gateway(engine, ChatRenderer(made, (made.eos_token_id,)), max_model_len=CONTEXT)
-                async with serving(gateway.app, grace_s=1) as url:
-                    await scenario(gateway, url, dying, port)
-
-    asyncio.run(main())
+    with engine_process(0, 30.0) as (dying, engine_url):
+        port = int(engine_url.rpartition(":")[2])
+        async with aclosing(HttpEngine(engine_url)) as engine:
+            gateway = Gateway(engine, ChatRenderer(made, (made.eos_token_id,)), max_model_len=CONTEXT)
+            async with serving(gateway.app, grace_s=1) as url:
+                await scenario(gateway, url, dying, port)

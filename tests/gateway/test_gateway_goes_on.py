@@ -1,6 +1,5 @@
 """A session that goes on from logged turns gets an answer only to a request that asks the same of the engine."""
 
-import asyncio
 from typing import Any
 
 import openai
@@ -35,17 +34,14 @@ async def said(one: Served, turns: GroupTurns, seed: int, **asked: Any) -> str:
         ({}, {"response_format": {"type": "json_object"}}, False),
     ],
 )
-def test_only_the_same_request_is_answered_from_the_log(before: Any, after: Any, is_found: bool) -> None:
-    async def main() -> None:
-        log = memory_log(RunMeta(1, "drop", 1, 1)).connection
+async def test_only_the_same_request_is_answered_from_the_log(before: Any, after: Any, is_found: bool) -> None:
+    log = memory_log(RunMeta(1, "drop", 1, 1)).connection
 
-        def turns() -> GroupTurns:
-            return GroupTurns("g", TASK, {"g"}, lambda run: run(log))
+    def turns() -> GroupTurns:
+        return GroupTurns("g", TASK, {"g"}, lambda run: run(log))
 
-        async with served("seven a", "{}") as one:
-            first = await said(one, turns(), 1, **before)
-            again = await said(one, read_left(log, turns()), 2, **after)
-            assert (len(one.engine.drawn) == 1) == is_found
-            assert not is_found or again == first
-
-    asyncio.run(main())
+    async with served("seven a", "{}") as one:
+        first = await said(one, turns(), 1, **before)
+        again = await said(one, read_left(log, turns()), 2, **after)
+        assert (len(one.engine.drawn) == 1) == is_found
+        assert not is_found or again == first

@@ -41,20 +41,17 @@ NEEDS_A_RESPONSE = "previous_response_id"
 """Field whose legal values are of the session; tests/gateway/test_gateway_responses.py sends it."""
 
 
-def test_a_prompt_of_null_and_an_echo_in_a_stream_are_refused_with_what_to_send() -> None:
-    async def main() -> None:
-        async with served(is_open=True) as one, aiohttp.ClientSession() as http:
-            for body, said in (
-                ({"prompt": None}, "prompt: expected a text or token ids, got None; send the token that begins a text"),
-                (
-                    {"prompt": "a", "echo": True, "stream": True},
-                    "echo: expected false in a stream, got True; ask for a body",
-                ),
-            ):
-                async with http.post(f"{one.url}/v1/completions", json=body) as answer:
-                    assert (answer.status, (await answer.json())["error"]["message"]) == (400, said)
-
-    asyncio.run(main())
+async def test_a_prompt_of_null_and_an_echo_in_a_stream_are_refused_with_what_to_send() -> None:
+    async with served(is_open=True) as one, aiohttp.ClientSession() as http:
+        for body, said in (
+            ({"prompt": None}, "prompt: expected a text or token ids, got None; send the token that begins a text"),
+            (
+                {"prompt": "a", "echo": True, "stream": True},
+                "echo: expected false in a stream, got True; ask for a body",
+            ),
+        ):
+            async with http.post(f"{one.url}/v1/completions", json=body) as answer:
+                assert (answer.status, (await answer.json())["error"]["message"]) == (400, said)
 
 
 def rule_of(rules: Mapping[str, Rule], path: str) -> tuple[str, Rule | None]:

@@ -74,34 +74,31 @@ FRAMES = {
 
 
 @pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES)
-def test_a_role_joins_again_after_what_is_no_message_of_a_run(frame: bytes) -> None:
-    async def main() -> None:
-        connections: asyncio.Queue[None] = asyncio.Queue()
+async def test_a_role_joins_again_after_what_is_no_message_of_a_run(frame: bytes) -> None:
+    connections: asyncio.Queue[None] = asyncio.Queue()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            server = ServerProtocol()
-            server.receive_data(await reader.readuntil(b"\r\n\r\n"))
-            (request,) = server.events_received()
-            server.send_response(server.accept(request))  # type: ignore[arg-type]
-            writer.write(b"".join(server.data_to_send()))
-            await reader.read(1)  # of the role's first message
-            writer.write(frame)
-            connections.put_nowait(None)
-            if frame[0] == 0x82:  # is passed over
-                writer.close()
-            await reader.read()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        server = ServerProtocol()
+        server.receive_data(await reader.readuntil(b"\r\n\r\n"))
+        (request,) = server.events_received()
+        server.send_response(server.accept(request))  # type: ignore[arg-type]
+        writer.write(b"".join(server.data_to_send()))
+        await reader.read(1)  # of the role's first message
+        writer.write(frame)
+        connections.put_nowait(None)
+        if frame[0] == 0x82:  # is passed over
             writer.close()
+        await reader.read()
+        writer.close()
 
-        async def answer(_: bytes) -> bytes:
-            return b""
+    async def answer(_: bytes) -> bytes:
+        return b""
 
-        async with await asyncio.start_server(serve, "127.0.0.1") as listening:
-            port = listening.sockets[0].getsockname()[1]
-            async with leasing(f"http://127.0.0.1:{port}", answer, lambda _: None):
-                await connections.get()
-                await connections.get()
-
-    asyncio.run(main())
+    async with await asyncio.start_server(serve, "127.0.0.1") as listening:
+        port = listening.sockets[0].getsockname()[1]
+        async with leasing(f"http://127.0.0.1:{port}", answer, lambda _: None):
+            await connections.get()
+            await connections.get()
 
 
 async def said_first(waiting: Callable[[Callable[[str], None]], Awaitable[object]]) -> str:

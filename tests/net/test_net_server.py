@@ -117,17 +117,14 @@ def test_a_request_has_the_status_that_says_what_is_wrong_with_it(head: str, dat
     asyncio.run(ask())
 
 
-def test_with_a_token_only_who_sends_it_is_answered_by_whatever_name() -> None:
-    async def ask() -> None:
-        async with served(token="secret") as port:
-            for given, status in (("", 401), ("Bearer wrong", 401), ("secret", 401), ("Bearer secret", 200)):
-                assert (await sent(port, f"{POST}\nauthorization: {given}", b'{"a": 1}'))[0] == status
-            named = POST.replace("localhost", "trainer.example")
-            assert (await sent(port, f"{named}\nauthorization: Bearer secret", b'{"a": 1}'))[0] == 200
-            assert (await sent(port, named, b'{"a": 1}'))[0] == 421
-            assert (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 200
-
-    asyncio.run(ask())
+async def test_with_a_token_only_who_sends_it_is_answered_by_whatever_name() -> None:
+    async with served(token="secret") as port:
+        for given, status in (("", 401), ("Bearer wrong", 401), ("secret", 401), ("Bearer secret", 200)):
+            assert (await sent(port, f"{POST}\nauthorization: {given}", b'{"a": 1}'))[0] == status
+        named = POST.replace("localhost", "trainer.example")
+        assert (await sent(port, f"{named}\nauthorization: Bearer secret", b'{"a": 1}'))[0] == 200
+        assert (await sent(port, named, b'{"a": 1}'))[0] == 421
+        assert (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -135,40 +132,31 @@ def test_with_a_token_only_who_sends_it_is_answered_by_whatever_name() -> None:
     ["", "\n\n", "POST /add HT", f"{POST}\nx-slow: 1", "GET /who HTTP/1.1\nhost: localhost\n" + "x-many: 1\n" * 20_000],
     ids=["nothing", "empty lines", "half a line", "no end", "endless headers"],
 )
-def test_half_a_request_is_not_waited_for(half: str) -> None:
-    async def ask() -> None:
-        async with served() as port:
-            assert await sent(port, half, whole=False) == (0, None)
-
-    asyncio.run(ask())
+async def test_half_a_request_is_not_waited_for(half: str) -> None:
+    async with served() as port:
+        assert await sent(port, half, whole=False) == (0, None)
 
 
-def test_half_a_second_request_is_not_waited_for_either() -> None:
-    async def ask() -> None:
-        async with served() as port:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /who HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            await reader.readuntil(b'"127.0.0.1"')
-            writer.write(b"GET /who HTTP/1.1\r\nhost: ")
-            with contextlib.suppress(ConnectionResetError):
-                async with asyncio.timeout(20):
-                    assert await reader.read() == b""
-            writer.close()
-
-    asyncio.run(ask())
-
-
-def test_half_a_body_is_refused_in_time() -> None:
-    async def ask() -> None:
-        async with served() as port:
-            head = POST.replace("\n", "\r\n") + "\r\nconnection: close\r\ncontent-length: 100\r\n\r\n"
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(head.encode() + b'{"a"')
+async def test_half_a_second_request_is_not_waited_for_either() -> None:
+    async with served() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /who HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        await reader.readuntil(b'"127.0.0.1"')
+        writer.write(b"GET /who HTTP/1.1\r\nhost: ")
+        with contextlib.suppress(ConnectionResetError):
             async with asyncio.timeout(20):
-                assert (await reader.readline()).split()[1] == b"408"
-            writer.close()
+                assert await reader.read() == b""
+        writer.close()
 
-    asyncio.run(ask())
+
+async def test_half_a_body_is_refused_in_time() -> None:
+    async with served() as port:
+        head = POST.replace("\n", "\r\n") + "\r\nconnection: close\r\ncontent-length: 100\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + b'{"a"')
+        async with asyncio.timeout(20):
+            assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
 
 
 def test_no_server_is_made_without_these_limits() -> None:
@@ -190,14 +178,11 @@ print(uvicorn_config(None).http.most, resource.getrlimit(resource.RLIMIT_NOFILE)
     assert said == "192 (256, 256)\n"
 
 
-def test_one_address_holds_so_many_connections_and_no_more() -> None:
-    async def ask() -> None:
-        async with served(per_address=2) as port:
-            held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            assert (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 503
-            for _, writer in held:
-                writer.close()
-                await writer.wait_closed()
-            await until(lambda: is_answered(port))
-
-    asyncio.run(ask())
+async def test_one_address_holds_so_many_connections_and_no_more() -> None:
+    async with served(per_address=2) as port:
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+        assert (await sent(port, "GET /who HTTP/1.1\nhost: localhost"))[0] == 503
+        for _, writer in held:
+            writer.close()
+            await writer.wait_closed()
+        await until(lambda: is_answered(port))

@@ -92,27 +92,21 @@ def test_the_end_of_a_process_is_told_when_no_file_can_be_opened_any_more(tmp_pa
     assert asyncio.run(run()) == "the test process ended with signal 9: its log cannot be read (Too many open files)"
 
 
-def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with Script("import signal; signal.pause()", tmp_path) as child:
-            with pytest.raises(ChildDied, match=r"has not answered SaveCheckpoint for 0\.05 s"):
-                await TrainerProcess([child], timeout_s=0.05).save(tmp_path)
-            assert (await child.died()).returncode == -signal.SIGKILL
-
-    asyncio.run(run())
+async def test_a_trainer_that_hangs_is_given_up_and_killed(tmp_path: Path) -> None:
+    async with Script("import signal; signal.pause()", tmp_path) as child:
+        with pytest.raises(ChildDied, match=r"has not answered SaveCheckpoint for 0\.05 s"):
+            await TrainerProcess([child], timeout_s=0.05).save(tmp_path)
+        assert (await child.died()).returncode == -signal.SIGKILL
 
 
-def test_who_asks_a_killed_trainer_and_who_watches_it_say_the_same_sentence(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with local_ranks(tmp_path / "log", 1) as ranks:
-            child, asking = ranks[0], asyncio.create_task(TrainerProcess(ranks).save(tmp_path))
-            os.kill(child.pid, signal.SIGKILL)
-            watched = str(await child.died())
-            with pytest.raises(ChildDied) as raised:
-                await asking
-        assert str(raised.value) == watched == "the trainer process ended with signal 9"
-
-    asyncio.run(run())
+async def test_who_asks_a_killed_trainer_and_who_watches_it_say_the_same_sentence(tmp_path: Path) -> None:
+    async with local_ranks(tmp_path / "log", 1) as ranks:
+        child, asking = ranks[0], asyncio.create_task(TrainerProcess(ranks).save(tmp_path))
+        os.kill(child.pid, signal.SIGKILL)
+        watched = str(await child.died())
+        with pytest.raises(ChildDied) as raised:
+            await asking
+    assert str(raised.value) == watched == "the trainer process ended with signal 9"
 
 
 @LOOPS

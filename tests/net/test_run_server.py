@@ -78,50 +78,41 @@ async def stopped(server: RunServer) -> AsyncIterator[None]:
 
 @pytest.mark.parametrize("turns", range(5))
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_use_that_is_entered_while_its_connection_ends_is_left_and_its_calls_fail(
+async def test_a_use_that_is_entered_while_its_connection_ends_is_left_and_its_calls_fail(
     turns: int, elsewhere: bool
 ) -> None:
-    async def main() -> None:
-        uses, server = Uses(turns), RunServer()
-        async with stopped(server):
-            server.open(Role, uses.use, None if elsewhere else server.loop)
-            for _ in range(5):
-                await come_and_go(server.url)
-        assert set(uses.left) == set(uses.entered)
-        for worker in uses.entered:
+    uses, server = Uses(turns), RunServer()
+    async with stopped(server):
+        server.open(Role, uses.use, None if elsewhere else server.loop)
+        for _ in range(5):
+            await come_and_go(server.url)
+    assert set(uses.left) == set(uses.entered)
+    for worker in uses.entered:
+        with pytest.raises(WorkerLost):
+            await worker.called(b"request", 60)
+
+
+async def test_a_role_that_comes_and_goes_while_the_run_s_event_loop_is_busy_is_not_used() -> None:
+    uses, server = Uses(), RunServer()
+    async with stopped(server):
+        server.open(Role, uses.use)
+        elsewhere = threading.Thread(target=lambda: asyncio.run(come_and_go(server.url)))
+        elsewhere.start()
+        elsewhere.join()  # blocks this event loop
+    assert set(uses.left) == set(uses.entered)
+
+
+async def test_a_role_that_neither_reads_nor_answers_pings_is_lost() -> None:
+    uses, server = Uses(), RunServer(lease_s=0.5)
+    async with stopped(server):
+        server.open(Role, uses.use)
+        async with connected(server.url) as (client, _, writer):
+            client.send_text(msgspec.json.encode(Role()))
+            writer.write(b"".join(client.data_to_send()))
+            cast("asyncio.Transport", writer.transport).pause_reading()
+            await until(lambda: bool(uses.entered))
             with pytest.raises(WorkerLost):
-                await worker.called(b"request", 60)
-
-    asyncio.run(main())
-
-
-def test_a_role_that_comes_and_goes_while_the_run_s_event_loop_is_busy_is_not_used() -> None:
-    async def main() -> None:
-        uses, server = Uses(), RunServer()
-        async with stopped(server):
-            server.open(Role, uses.use)
-            elsewhere = threading.Thread(target=lambda: asyncio.run(come_and_go(server.url)))
-            elsewhere.start()
-            elsewhere.join()  # blocks this event loop
-        assert set(uses.left) == set(uses.entered)
-
-    asyncio.run(main())
-
-
-def test_a_role_that_neither_reads_nor_answers_pings_is_lost() -> None:
-    async def main() -> None:
-        uses, server = Uses(), RunServer(lease_s=0.5)
-        async with stopped(server):
-            server.open(Role, uses.use)
-            async with connected(server.url) as (client, _, writer):
-                client.send_text(msgspec.json.encode(Role()))
-                writer.write(b"".join(client.data_to_send()))
-                cast("asyncio.Transport", writer.transport).pause_reading()
-                await until(lambda: bool(uses.entered))
-                with pytest.raises(WorkerLost):
-                    await uses.entered[0].call(bytes(32 << 20), 20)
-
-    asyncio.run(main())
+                await uses.entered[0].call(bytes(32 << 20), 20)
 
 
 def test_a_role_of_a_kind_whose_event_loop_has_ended_hears_that_the_run_ends() -> None:

@@ -21,33 +21,30 @@ from view_pages import DRAWN, lines_of, made, seen, viewing
 from view_run import MadeRun
 
 
-def test_the_overview_smooths_over_faint_steps_and_says_model_and_state_in_words(tmp_path: Path) -> None:
-    async def check() -> None:
-        run = MadeRun(tmp_path / "run", "owner/model")
-        for _ in range(18):
-            await run.step()
-        async with seen(run.run_dir) as (page, url):
-            await page.goto(url)
-            await page.until(DRAWN)
-            mean, steps = await page.value(
-                """[...document.querySelector('.plot').data].map(one => [one.y.at(-1), one.showlegend, one.opacity])"""
-            )
-            assert mean == [pytest.approx(0.875), None, None]  # 18 steps / 12 windows: two in each
-            assert steps == [pytest.approx(0.9), False, 0.3]
-            assert await page.value(lines_of("Busy")) == ["engine", "engine", "trainer", "trainer"]
-            titles = await page.value("[...document.querySelectorAll('.chart')].map(one => one.dataset.title)")
-            assert not {"Solved, by task", "Held-out full marks"} & set(titles)  # rewards are only 0 or 1
-            assert "full marks" not in await page.value("document.querySelector('.facts').innerText")
-            lead = "document.querySelector('.lead').innerText"
-            assert (await page.value(lead)).startswith("owner/model on chain_sum, running for ")
-            await run.close()
-            await page.goto(url)
-            assert "stopped after" in await page.value(lead)
-            (run.run_dir / "model").mkdir()
-            await page.goto(url)
-            assert "ended after" in await page.value(lead)
-
-    asyncio.run(check())
+async def test_the_overview_smooths_over_faint_steps_and_says_model_and_state_in_words(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run", "owner/model")
+    for _ in range(18):
+        await run.step()
+    async with seen(run.run_dir) as (page, url):
+        await page.goto(url)
+        await page.until(DRAWN)
+        mean, steps = await page.value(
+            """[...document.querySelector('.plot').data].map(one => [one.y.at(-1), one.showlegend, one.opacity])"""
+        )
+        assert mean == [pytest.approx(0.875), None, None]  # 18 steps / 12 windows: two in each
+        assert steps == [pytest.approx(0.9), False, 0.3]
+        assert await page.value(lines_of("Busy")) == ["engine", "engine", "trainer", "trainer"]
+        titles = await page.value("[...document.querySelectorAll('.chart')].map(one => one.dataset.title)")
+        assert not {"Solved, by task", "Held-out full marks"} & set(titles)  # rewards are only 0 or 1
+        assert "full marks" not in await page.value("document.querySelector('.facts').innerText")
+        lead = "document.querySelector('.lead').innerText"
+        assert (await page.value(lead)).startswith("owner/model on chain_sum, running for ")
+        await run.close()
+        await page.goto(url)
+        assert "stopped after" in await page.value(lead)
+        (run.run_dir / "model").mkdir()
+        await page.goto(url)
+        assert "ended after" in await page.value(lead)
 
 
 def test_a_chart_is_left_out_only_beside_the_chart_that_it_repeats(tmp_path: Path) -> None:
@@ -73,52 +70,43 @@ def test_tokens_of_a_model_in_one_file_have_text(
     assert extras_of(run_dir).text is not None
 
 
-def test_the_page_says_why_rollouts_failed_with_file_and_line(tmp_path: Path) -> None:
-    async def check() -> None:
-        run = MadeRun(tmp_path / "run")
-        await run.step()
-        await run.fail("scorer: failed: mine:boom: ZeroDivisionError: division by zero (mine.py:2 in boom)")
-        await run.close()
-        async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(30):
-            for path in ("/", "/rollouts?status=failed", "/group?seq=3"):
-                text = ""
-                while "division by zero (mine.py:2 in boom)" not in text:  # the log is read in the background
-                    async with http.get(url + path) as answer:
-                        text = await answer.text()
-
-    asyncio.run(check())
+async def test_the_page_says_why_rollouts_failed_with_file_and_line(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    await run.step()
+    await run.fail("scorer: failed: mine:boom: ZeroDivisionError: division by zero (mine.py:2 in boom)")
+    await run.close()
+    async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(30):
+        for path in ("/", "/rollouts?status=failed", "/group?seq=3"):
+            text = ""
+            while "division by zero (mine.py:2 in boom)" not in text:  # the log is read in the background
+                async with http.get(url + path) as answer:
+                    text = await answer.text()
 
 
-def test_a_run_that_is_viewed_is_not_written(tmp_path: Path) -> None:
+async def test_a_run_that_is_viewed_is_not_written(tmp_path: Path) -> None:
     def files(folder: Path) -> dict[str, tuple[int, int]]:
         return {one.name: (one.stat().st_size, one.stat().st_mtime_ns) for one in folder.iterdir()}
 
-    async def check() -> None:
-        run_dir = await made(tmp_path / "run", 3)
-        before = files(run_dir)
-        async with viewing(run_dir) as url, aiohttp.ClientSession() as http:
-            for path in ("/", "/waits", "/swarm", "/charts/overview", "/rollouts", "/rollouts?text=right", "/heldout"):
-                async with http.get(url + path) as answer:
-                    assert answer.status == 200, path
-        assert files(run_dir) == before
-
-    asyncio.run(check())
+    run_dir = await made(tmp_path / "run", 3)
+    before = files(run_dir)
+    async with viewing(run_dir) as url, aiohttp.ClientSession() as http:
+        for path in ("/", "/waits", "/swarm", "/charts/overview", "/rollouts", "/rollouts?text=right", "/heldout"):
+            async with http.get(url + path) as answer:
+                assert answer.status == 200, path
+    assert files(run_dir) == before
 
 
-def test_beyond_loopback_only_those_come_in_who_know_the_token(tmp_path: Path) -> None:
-    async def check() -> None:
-        run_dir = await made(tmp_path / "run", 1)
-        jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of addresses too
-        async with viewing(run_dir, token="secret") as url, aiohttp.ClientSession(cookie_jar=jar) as http:
-            for path, status in (("/", 401), ("/charts/overview", 401), ("/?token=wrong", 401)):
-                async with http.get(url + path) as answer:
-                    assert answer.status == status
-            async with http.get(f"{url}/?token=secret") as answer:
-                assert (answer.status, str(answer.url)) == (200, f"{url}/")
-            async with http.get(f"{url}/waits") as answer:
-                assert answer.status == 200
-
-    asyncio.run(check())
+async def test_beyond_loopback_only_those_come_in_who_know_the_token(tmp_path: Path) -> None:
+    run_dir = await made(tmp_path / "run", 1)
+    jar = aiohttp.CookieJar(unsafe=True)  # it keeps cookies of addresses too
+    async with viewing(run_dir, token="secret") as url, aiohttp.ClientSession(cookie_jar=jar) as http:
+        for path, status in (("/", 401), ("/charts/overview", 401), ("/?token=wrong", 401)):
+            async with http.get(url + path) as answer:
+                assert answer.status == status
+        async with http.get(f"{url}/?token=secret") as answer:
+            assert (answer.status, str(answer.url)) == (200, f"{url}/")
+        async with http.get(f"{url}/waits") as answer:
+            assert answer.status == 200
 
 
 def test_the_bottleneck_names_the_slower_side_and_its_setting(tmp_path: Path) -> None:

@@ -49,26 +49,23 @@ async def assert_readable(page: Page, url: str, width: int, views: tuple[str, ..
         assert await page.value(NAMELESS) == 0, view
 
 
-def test_every_view_of_a_live_run_opens_at_both_widths_and_follows_it(tmp_path: Path) -> None:
-    async def check() -> None:
-        run = MadeRun(tmp_path / "live")
-        for _ in range(6):
-            await run.step(["so \\(\\frac{a}{b}\\)\n\n```\n" + "long " * 60 + "\n```", "wrong"])
-        async with seen(run.run_dir) as (page, url), chromium(width=1440, height=900, scale=1) as overview:
-            for width in (1440, 390):
-                await page.resize(width, 900)
-                await assert_readable(page, url, width, (*VIEWS, "/question?id=held-out-0"))
-            await overview.goto(url)
-            await overview.until(DRAWN)
-            await page.goto(f"{url}/waits")
-            await page.until("document.querySelector('#timeline .main-svg') !== null")
-            await run.step()
-            await page.until("document.querySelector('#timeline .plot').data[0].x.length == 6")
-            await overview.until("document.querySelector('.plot').data[0].x.length == 7")
-            await overview.until("document.querySelector('dd').textContent.startsWith('7 of')")
-        await run.close()
-
-    asyncio.run(check())
+async def test_every_view_of_a_live_run_opens_at_both_widths_and_follows_it(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "live")
+    for _ in range(6):
+        await run.step(["so \\(\\frac{a}{b}\\)\n\n```\n" + "long " * 60 + "\n```", "wrong"])
+    async with seen(run.run_dir) as (page, url), chromium(width=1440, height=900, scale=1) as overview:
+        for width in (1440, 390):
+            await page.resize(width, 900)
+            await assert_readable(page, url, width, (*VIEWS, "/question?id=held-out-0"))
+        await overview.goto(url)
+        await overview.until(DRAWN)
+        await page.goto(f"{url}/waits")
+        await page.until("document.querySelector('#timeline .main-svg') !== null")
+        await run.step()
+        await page.until("document.querySelector('#timeline .plot').data[0].x.length == 6")
+        await overview.until("document.querySelector('.plot').data[0].x.length == 7")
+        await overview.until("document.querySelector('dd').textContent.startsWith('7 of')")
+    await run.close()
 
 
 def test_every_view_of_a_finished_run_of_30000_rollouts_opens(tmp_path: Path) -> None:
@@ -81,19 +78,16 @@ def test_every_view_of_a_finished_run_of_30000_rollouts_opens(tmp_path: Path) ->
     asyncio.run(check())
 
 
-def test_a_held_out_question_is_followed_across_time(tmp_path: Path) -> None:
-    async def check() -> None:
-        run_dir = await made(tmp_path / "run", 11)
-        async with seen(run_dir) as (page, url):
-            await page.goto(f"{url}/heldout?sort=better")
-            row = await page.value("document.querySelector('tbody tr').innerText")
-            assert row.split() == ["held-out", "question", "1", "chain_sum", "+0.5", "0.05", "0.3", "0.55"]
-            await page.goto(await page.value("document.querySelector('tbody a').href"))
-            cards = await page.value("[...document.querySelectorAll('article')].map(one => one.innerText)")
-            assert [f"after {step} steps" in card for step, card in zip((11, 6, 1), cards, strict=True)] == [True] * 3
-            assert "truth 1" in await page.value("document.querySelector('main').innerText")
-
-    asyncio.run(check())
+async def test_a_held_out_question_is_followed_across_time(tmp_path: Path) -> None:
+    run_dir = await made(tmp_path / "run", 11)
+    async with seen(run_dir) as (page, url):
+        await page.goto(f"{url}/heldout?sort=better")
+        row = await page.value("document.querySelector('tbody tr').innerText")
+        assert row.split() == ["held-out", "question", "1", "chain_sum", "+0.5", "0.05", "0.3", "0.55"]
+        await page.goto(await page.value("document.querySelector('tbody a').href"))
+        cards = await page.value("[...document.querySelectorAll('article')].map(one => one.innerText)")
+        assert [f"after {step} steps" in card for step, card in zip((11, 6, 1), cards, strict=True)] == [True] * 3
+        assert "truth 1" in await page.value("document.querySelector('main').innerText")
 
 
 def test_questions_are_found_by_text_and_ordered_by_their_change(tmp_path: Path) -> None:
@@ -108,33 +102,30 @@ def test_questions_are_found_by_text_and_ordered_by_their_change(tmp_path: Path)
     assert [one.step for one in answers(run_dir, "held-out-1")] == [6, 1]
 
 
-def test_two_runs_answer_the_same_held_out_questions_side_by_side(tmp_path: Path) -> None:
-    async def check() -> None:
-        early, late = await made(tmp_path / "early", 6), await made(tmp_path / "late", 11)
-        _, (first, second), _ = questions(early, Questions(sort="behind"), late)
-        assert [(one.id, one.other, round(one.lead, 2)) for one in (first, second)] == [
-            ("held-out-1", 0.55, -0.25),
-            ("held-out-0", 0.5, 0.0),
-        ]
-        async with viewing(early, late) as url, aiohttp.ClientSession() as http:
+async def test_two_runs_answer_the_same_held_out_questions_side_by_side(tmp_path: Path) -> None:
+    early, late = await made(tmp_path / "early", 6), await made(tmp_path / "late", 11)
+    _, (first, second), _ = questions(early, Questions(sort="behind"), late)
+    assert [(one.id, one.other, round(one.lead, 2)) for one in (first, second)] == [
+        ("held-out-1", 0.55, -0.25),
+        ("held-out-0", 0.5, 0.0),
+    ]
+    async with viewing(early, late) as url, aiohttp.ClientSession() as http:
 
-            async def page(path: str, status: int = 200) -> str:
-                async with http.get(url + path) as answer:
-                    assert answer.status == status, path
-                    return await answer.text()
+        async def page(path: str, status: int = 200) -> str:
+            async with http.get(url + path) as answer:
+                assert answer.status == status, path
+                return await answer.text()
 
-            shown = await page("/heldout?run=early&other=late&sort=behind")
-            assert '<td>0.55</td><td class="bad">-0.25</td>' in shown
-            (link,) = re.findall(r'href="(/question\?[^"]*other=late[^"]*id=held-out-1)"', shown)
-            both = await page(link.replace("&amp;", "&"))
-            heads = re.findall(r"<h2>(.*?)</h2>", both)
-            assert heads == ["early: 2 answers, newest first", "late: 3 answers, newest first"]
-            assert both.index("after 6 steps") < both.index("late: 3 answers") < both.index("after 11 steps")
-            alone = await page("/question?run=early&id=held-out-1")
-            assert re.findall(r"<h2>(.*?)</h2>", alone) == ["2 answers, newest first"]
-            assert "run: expected one of early, late" in await page("/heldout?run=early&other=nothing", 404)
-
-    asyncio.run(check())
+        shown = await page("/heldout?run=early&other=late&sort=behind")
+        assert '<td>0.55</td><td class="bad">-0.25</td>' in shown
+        (link,) = re.findall(r'href="(/question\?[^"]*other=late[^"]*id=held-out-1)"', shown)
+        both = await page(link.replace("&amp;", "&"))
+        heads = re.findall(r"<h2>(.*?)</h2>", both)
+        assert heads == ["early: 2 answers, newest first", "late: 3 answers, newest first"]
+        assert both.index("after 6 steps") < both.index("late: 3 answers") < both.index("after 11 steps")
+        alone = await page("/question?run=early&id=held-out-1")
+        assert re.findall(r"<h2>(.*?)</h2>", alone) == ["2 answers, newest first"]
+        assert "run: expected one of early, late" in await page("/heldout?run=early&other=nothing", 404)
 
 
 def test_of_many_evaluations_the_first_and_the_newest_are_read() -> None:
@@ -236,21 +227,18 @@ NUMBERS = {
 """Pages, and the fields of their addresses that are numbers."""
 
 
-def test_a_number_that_no_page_computes_with_is_refused_by_its_field(tmp_path: Path) -> None:
-    async def check() -> None:
-        run = MadeRun(tmp_path / "run")
-        await run.step(["right", "wrong"])
-        await run.close()
-        async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http:
-            for page, fields in NUMBERS.items():
-                needed = {"seq": 1} if "seq" in fields else {}
-                for field in fields:
-                    for value in (2**53 + 1, -(2**63), 2**64, 10**30):
-                        async with http.get(f"{url}{page}", params={**needed, field: value}) as answer:
-                            text = await answer.text()
-                            assert answer.status == 400, (page, field, value, text)
-                        assert f"{field}: expected a number" in text or f"$.{field}" in text
-                    async with http.get(f"{url}{page}", params={**needed, field: 2**53}) as answer:
-                        assert answer.status < 500, (page, field)
-
-    asyncio.run(check())
+async def test_a_number_that_no_page_computes_with_is_refused_by_its_field(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path / "run")
+    await run.step(["right", "wrong"])
+    await run.close()
+    async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http:
+        for page, fields in NUMBERS.items():
+            needed = {"seq": 1} if "seq" in fields else {}
+            for field in fields:
+                for value in (2**53 + 1, -(2**63), 2**64, 10**30):
+                    async with http.get(f"{url}{page}", params={**needed, field: value}) as answer:
+                        text = await answer.text()
+                        assert answer.status == 400, (page, field, value, text)
+                    assert f"{field}: expected a number" in text or f"$.{field}" in text
+                async with http.get(f"{url}{page}", params={**needed, field: 2**53}) as answer:
+                    assert answer.status < 500, (page, field)

@@ -134,27 +134,21 @@ def test_programs_that_come_together_run_beside_each_other_and_not_in_asyncio_s_
     assert max(began for began, _ in times) < min(ended for _, ended in times)
 
 
-def test_a_program_that_used_up_its_time_is_remembered_and_so_is_one_that_slept() -> None:
-    async def main() -> None:
-        async with asyncio.timeout(100), RewardService(RewardConfig(workers=1)) as service:
-            spins, sleeps = "while True: pass", "import time; time.sleep(60)"
-            for tests, head in ((CALLS, f"{ADD}\n"), ([{"stdin": "1", "stdout": "1"}], "")):
-                kept = len(service.cache)
-                rewards = await service.score(slow(tests), [head + spins, head + sleeps])
-                assert [(reward.value, reward.status) for reward in rewards] == [(0.0, RewardStatus.SCORED)] * 2
-                assert [reward.is_repeatable for reward in rewards] == [True, True]
-                assert len(service.cache) == kept + 2
-
-    asyncio.run(main())
+async def test_a_program_that_used_up_its_time_is_remembered_and_so_is_one_that_slept() -> None:
+    async with asyncio.timeout(100), RewardService(RewardConfig(workers=1)) as service:
+        spins, sleeps = "while True: pass", "import time; time.sleep(60)"
+        for tests, head in ((CALLS, f"{ADD}\n"), ([{"stdin": "1", "stdout": "1"}], "")):
+            kept = len(service.cache)
+            rewards = await service.score(slow(tests), [head + spins, head + sleeps])
+            assert [(reward.value, reward.status) for reward in rewards] == [(0.0, RewardStatus.SCORED)] * 2
+            assert [reward.is_repeatable for reward in rewards] == [True, True]
+            assert len(service.cache) == kept + 2
 
 
-def test_a_worker_that_cannot_be_started_for_want_of_descriptors_ends_with_a_sentence() -> None:
-    async def main() -> None:
-        scorer = WorkerScorer(RewardConfig(workers=1), boxed=False)
-        with no_descriptor_left(), pytest.raises(ChildDied, match="could not be started"):
-            await scorer.__aenter__()
-
-    asyncio.run(main())
+async def test_a_worker_that_cannot_be_started_for_want_of_descriptors_ends_with_a_sentence() -> None:
+    scorer = WorkerScorer(RewardConfig(workers=1), boxed=False)
+    with no_descriptor_left(), pytest.raises(ChildDied, match="could not be started"):
+        await scorer.__aenter__()
 
 
 def test_a_program_that_sleeps_in_each_test_waits_once_for_all_tests_together() -> None:

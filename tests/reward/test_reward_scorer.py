@@ -160,7 +160,7 @@ def test_answers_that_hang_hold_up_their_own_worker_only(drawn: Callable[[str], 
     assert run(work, workers=2, timeout_s=3.0) == [1.0] * 96
 
 
-def test_two_hung_answers_on_two_workers_change_none_of_a_hundred_verdicts(
+async def test_two_hung_answers_on_two_workers_change_none_of_a_hundred_verdicts(
     drawn: Callable[[str], Task],
 ) -> None:
     coin = drawn("coin_flip")
@@ -178,11 +178,8 @@ def test_two_hung_answers_on_two_workers_change_none_of_a_hundred_verdicts(
         assert await hundred() == [1.0, 0.0] * 50
         assert scorer.values["scorer_restarts"] == 0  # stopped, not killed
 
-    async def main() -> None:
-        async with WorkerScorer(RewardConfig(workers=2, timeout_s=2)) as scorer:
-            await work(scorer)
-
-    asyncio.run(main())
+    async with WorkerScorer(RewardConfig(workers=2, timeout_s=2)) as scorer:
+        await work(scorer)
 
 
 def test_queueing_does_not_count_against_the_deadline(drawn: Callable[[str], Task]) -> None:

@@ -333,7 +333,7 @@ def test_a_server_bounds_tests_answers_and_what_it_holds_of_uploads() -> None:
     run(work)
 
 
-def test_servers_that_say_nothing_or_something_else_are_a_failure_and_not_a_score() -> None:
+async def test_servers_that_say_nothing_or_something_else_are_a_failure_and_not_a_score() -> None:
     bodies = [b"<html>", b'{"rewards": []}', b'{"rewards": "\xff"}']
 
     async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -343,17 +343,14 @@ def test_servers_that_say_nothing_or_something_else_are_a_failure_and_not_a_scor
         await writer.drain()
         writer.close()
 
-    async def main() -> None:
-        async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
-            url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            scorer = RemoteScorer([url, url, url, "http://127.0.0.1:9"])
-            rewards = await scorer.score_by(Exact(), task("exact", "1"), ["1"])
-            await scorer.aclose()
-        assert values(rewards) == ["failed"]
-        assert "http://127.0.0.1:" in rewards[0].evidence
-        assert not bodies
-
-    asyncio.run(main())
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        scorer = RemoteScorer([url, url, url, "http://127.0.0.1:9"])
+        rewards = await scorer.score_by(Exact(), task("exact", "1"), ["1"])
+        await scorer.aclose()
+    assert values(rewards) == ["failed"]
+    assert "http://127.0.0.1:" in rewards[0].evidence
+    assert not bodies
 
 
 def test_a_server_that_others_can_reach_wants_a_token() -> None:

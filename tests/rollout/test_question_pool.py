@@ -116,29 +116,26 @@ def test_old_answers_weigh_less_and_are_forgotten() -> None:
     assert chosen.posterior(0) == (0.5, 0.5)
 
 
-def test_a_resumed_pool_is_bit_for_bit_the_one_that_was_killed_with_groups_in_flight(tmp_path) -> None:
-    async def main() -> None:
-        buffer, chosen = open_buffer(tmp_path, MANY), pool(3)
-        buffer.follow("sums", chosen)
-        for index in range(3 * MEMORY + 5):
-            task = chosen.draw(index)
-            await buffer.admit(f"sums-{index}", "sums")
-            finished = answered(task, [(index % 7) / 7, 1.0, 0.3, 0.0], failed=4 if index == 9 else index % 2)
-            if index < 3 * MEMORY + 2:  # the last ones are in flight
-                await buffer.add(replace(finished, id=f"sums-{index}"))
-                chosen.ended(task)
-                if index == 4:
-                    await buffer.drop([one.id for one in await buffer.take(2, 0)], "uninformative")
-        await buffer.close()
-        resumed, again = open_buffer(tmp_path, MANY, resume=True), pool(3)
-        resumed.follow("sums", again)
-        with snapshot(tmp_path) as connection:
-            assert len(list(usable_groups(connection, "sums", 1000))) == 3 * MEMORY + 1  # all but the failed one
-        assert [again.posterior(number) for number in range(3)] == [chosen.posterior(number) for number in range(3)]
-        assert again.draw(99) == pool_without_running(chosen).draw(99)
-        await resumed.close()
-
-    asyncio.run(main())
+async def test_a_resumed_pool_is_bit_for_bit_the_one_that_was_killed_with_groups_in_flight(tmp_path) -> None:
+    buffer, chosen = open_buffer(tmp_path, MANY), pool(3)
+    buffer.follow("sums", chosen)
+    for index in range(3 * MEMORY + 5):
+        task = chosen.draw(index)
+        await buffer.admit(f"sums-{index}", "sums")
+        finished = answered(task, [(index % 7) / 7, 1.0, 0.3, 0.0], failed=4 if index == 9 else index % 2)
+        if index < 3 * MEMORY + 2:  # the last ones are in flight
+            await buffer.add(replace(finished, id=f"sums-{index}"))
+            chosen.ended(task)
+            if index == 4:
+                await buffer.drop([one.id for one in await buffer.take(2, 0)], "uninformative")
+    await buffer.close()
+    resumed, again = open_buffer(tmp_path, MANY, resume=True), pool(3)
+    resumed.follow("sums", again)
+    with snapshot(tmp_path) as connection:
+        assert len(list(usable_groups(connection, "sums", 1000))) == 3 * MEMORY + 1  # all but the failed one
+    assert [again.posterior(number) for number in range(3)] == [chosen.posterior(number) for number in range(3)]
+    assert again.draw(99) == pool_without_running(chosen).draw(99)
+    await resumed.close()
 
 
 def pool_without_running(chosen: QuestionPool) -> QuestionPool:

@@ -107,38 +107,32 @@ def test_only_the_engine_that_departs_from_the_others_rests_and_then_is_left_out
     assert [("it is left out" in sentence) for sentence in said] == [False, False, True]
 
 
-def test_an_engine_that_agrees_again_is_forgiven_and_one_engine_alone_is_not_judged() -> None:
+async def test_an_engine_that_agrees_again_is_forgiven_and_one_engine_alone_is_not_judged() -> None:
     said: list[str] = []
 
-    async def run() -> None:
-        pool = await pool_of([0.0, -5.0], said)
-        watch, rogue = EngineMismatch(pool), pool.replicas[1]
-        for off in (-5.0, -5.0, 0.0, -5.0, -5.0):
-            rogue.engine.off = off  # type: ignore[attr-defined]
-            await looked(pool, watch)
-            assert rogue.resting == (off < 0)
-            rested(pool)
-        assert not rogue.left_out
-        assert len(said) == 4
-        await pool.leave("engine 0")
+    pool = await pool_of([0.0, -5.0], said)
+    watch, rogue = EngineMismatch(pool), pool.replicas[1]
+    for off in (-5.0, -5.0, 0.0, -5.0, -5.0):
+        rogue.engine.off = off  # type: ignore[attr-defined]
         await looked(pool, watch)
-        assert len(said) == 4
+        assert rogue.resting == (off < 0)
+        rested(pool)
+    assert not rogue.left_out
+    assert len(said) == 4
+    await pool.leave("engine 0")
+    await looked(pool, watch)
+    assert len(said) == 4
 
-    asyncio.run(run())
 
-
-def test_answers_that_tell_nothing_of_an_engine_s_arithmetic_are_not_compared() -> None:
-    async def run() -> None:
-        pool = await pool_of([0.0, -5.0], [])
-        watch = EngineMismatch(pool)
-        await looked(pool, watch, temperature=0.5)  # of an evaluation, say
-        for sampling in (Sampling(ROW, temperature=0), Sampling(ROW, top_k=2), Sampling(ROW, top_p=0.5)):
-            assert not sampling.is_plain
-            await pool.generate([1, 2], sampling)
-        await watch.compare(trainer, 1.0)
-        assert not any(replica.resting for replica in pool.replicas)
-
-    asyncio.run(run())
+async def test_answers_that_tell_nothing_of_an_engine_s_arithmetic_are_not_compared() -> None:
+    pool = await pool_of([0.0, -5.0], [])
+    watch = EngineMismatch(pool)
+    await looked(pool, watch, temperature=0.5)  # of an evaluation, say
+    for sampling in (Sampling(ROW, temperature=0), Sampling(ROW, top_k=2), Sampling(ROW, top_p=0.5)):
+        assert not sampling.is_plain
+        await pool.generate([1, 2], sampling)
+    await watch.compare(trainer, 1.0)
+    assert not any(replica.resting for replica in pool.replicas)
 
 
 def test_an_engine_that_reports_an_older_version_than_it_loaded_rests() -> None:
@@ -155,7 +149,7 @@ def test_an_engine_that_reports_an_older_version_than_it_loaded_rests() -> None:
     assert said == ["engine 1 gave a wrong answer: version: expected at least 3, which it has loaded, got 0; it rests"]
 
 
-def test_an_engine_that_is_set_to_rest_while_it_loads_weights_rests_on() -> None:
+async def test_an_engine_that_is_set_to_rest_while_it_loads_weights_rests_on() -> None:
     loading, go_on = asyncio.Event(), asyncio.Event()
 
     class Slow(Sampled):
@@ -164,15 +158,12 @@ def test_an_engine_that_is_set_to_rest_while_it_loads_weights_rests_on() -> None
             await go_on.wait()
             self.version = version
 
-    async def run() -> None:
-        pool = await pool_of([0.0], [])
-        slow: Any = Slow(-5.0)
-        await pool.join("slow", slow)
-        updating = asyncio.create_task(pool.update_weights(1, Path("nowhere")))
-        await loading.wait()
-        pool.judge("slow", "it departs")
-        go_on.set()
-        await updating
-        assert [replica.state for replica in pool.replicas] == [ReplicaState.READY, ReplicaState.AWAY]
-
-    asyncio.run(run())
+    pool = await pool_of([0.0], [])
+    slow: Any = Slow(-5.0)
+    await pool.join("slow", slow)
+    updating = asyncio.create_task(pool.update_weights(1, Path("nowhere")))
+    await loading.wait()
+    pool.judge("slow", "it departs")
+    go_on.set()
+    await updating
+    assert [replica.state for replica in pool.replicas] == [ReplicaState.READY, ReplicaState.AWAY]

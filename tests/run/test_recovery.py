@@ -115,44 +115,38 @@ def test_an_empty_log_beside_a_checkpoint_is_refused(tmp_path: Path) -> None:
             refused(tmp_path)
 
 
-def test_at_a_checkpoint_the_log_is_whole_without_its_write_ahead_log(tmp_path: Path) -> None:
-    async def main() -> None:
-        buffer = open_buffer(tmp_path)
-        await run_group(buffer, "a")
-        await train(buffer, 0, 0, n=1)
-        await buffer.sync()
-        alone = tmp_path / "alone"
-        alone.mkdir()
-        shutil.copy(tmp_path / FILE, alone)
-        assert audit(alone).consumed == 1
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_at_a_checkpoint_the_log_is_whole_without_its_write_ahead_log(tmp_path: Path) -> None:
+    buffer = open_buffer(tmp_path)
+    await run_group(buffer, "a")
+    await train(buffer, 0, 0, n=1)
+    await buffer.sync()
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    shutil.copy(tmp_path / FILE, alone)
+    assert audit(alone).consumed == 1
+    await buffer.close()
 
 
-def test_another_programs_lock_is_waited_out_and_told(tmp_path: Path) -> None:
-    async def main() -> None:
-        heard: list[bool] = []
-        locked = asyncio.Event()
-        buffer = open_buffer(tmp_path)
+async def test_another_programs_lock_is_waited_out_and_told(tmp_path: Path) -> None:
+    heard: list[bool] = []
+    locked = asyncio.Event()
+    buffer = open_buffer(tmp_path)
 
-        def hear(lock: bool) -> None:
-            heard.append(lock)
-            locked.set()
+    def hear(lock: bool) -> None:
+        heard.append(lock)
+        locked.set()
 
-        buffer.on_locked(hear)
-        other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        adding = asyncio.create_task(run_group(buffer, "a"))
-        await asyncio.wait_for(locked.wait(), 30)
-        assert not adding.done()
-        other.execute("ROLLBACK")
-        other.close()
-        assert await adding
-        assert heard == [True, False]
-        await buffer.close()
-
-    asyncio.run(main())
+    buffer.on_locked(hear)
+    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    adding = asyncio.create_task(run_group(buffer, "a"))
+    await asyncio.wait_for(locked.wait(), 30)
+    assert not adding.done()
+    other.execute("ROLLBACK")
+    other.close()
+    assert await adding
+    assert heard == [True, False]
+    await buffer.close()
 
 
 def test_the_lock_of_another_program_and_its_end_are_events_of_the_run(tmp_path: Path) -> None:
@@ -181,33 +175,27 @@ def test_the_lock_of_another_program_and_its_end_are_events_of_the_run(tmp_path:
     assert [record["name"] for record in records] == ["log_locked", "log_unlocked"]
 
 
-def test_a_run_that_ends_waits_for_no_lock(tmp_path: Path) -> None:
-    async def main() -> None:
-        buffer = open_buffer(tmp_path)
-        locked = asyncio.Event()
-        buffer.on_locked(lambda lock: locked.set())
-        other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
-        other.execute("BEGIN IMMEDIATE")
-        adding = asyncio.create_task(run_group(buffer, "a"))
-        await asyncio.wait_for(locked.wait(), 30)
-        await asyncio.wait_for(buffer.close(), 30)
-        with pytest.raises(RunDirError, match="end the program that locks it"):
-            await adding
-        other.close()
-
-    asyncio.run(main())
+async def test_a_run_that_ends_waits_for_no_lock(tmp_path: Path) -> None:
+    buffer = open_buffer(tmp_path)
+    locked = asyncio.Event()
+    buffer.on_locked(lambda lock: locked.set())
+    other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    adding = asyncio.create_task(run_group(buffer, "a"))
+    await asyncio.wait_for(locked.wait(), 30)
+    await asyncio.wait_for(buffer.close(), 30)
+    with pytest.raises(RunDirError, match="end the program that locks it"):
+        await adding
+    other.close()
 
 
-def test_what_a_run_writes_of_others_texts_is_its_users_alone(tmp_path: Path) -> None:
-    async def main() -> None:
-        buffer = open_buffer(tmp_path)
-        await buffer.admit("a", "chain_sum")
-        await buffer.add(group("a"))
-        modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob(f"{FILE}*")}  # noqa: ASYNC240
-        assert set(modes.values()) == {0o600}, modes
-        await buffer.close()
-
-    asyncio.run(main())
+async def test_what_a_run_writes_of_others_texts_is_its_users_alone(tmp_path: Path) -> None:
+    buffer = open_buffer(tmp_path)
+    await buffer.admit("a", "chain_sum")
+    await buffer.add(group("a"))
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob(f"{FILE}*")}  # noqa: ASYNC240
+    assert set(modes.values()) == {0o600}, modes
+    await buffer.close()
 
 
 class Replaying:

@@ -117,18 +117,15 @@ def test_a_server_of_no_use_at_the_start_ends_it(tmp_path: Path) -> None:
     assert caught.group_contains(ConfigError, match="another server")
 
 
-def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path: Path) -> None:
+async def test_an_engine_behind_a_proxy_that_lost_it_goes_away_and_comes_back(tmp_path: Path) -> None:
     stub = engine_stub()
 
-    async def run() -> None:
-        async with stubbed(stub) as url, pool_of([url], tmp_path, lambda how: None) as kept:
-            pool = kept.pool
-            answers, stub.answers = stub.answers, {}
-            await until(lambda: pool.replicas[0].state == "away")
-            stub.answers = answers
-            await until(lambda: pool.replicas[0].state == "ready")
-
-    asyncio.run(run())
+    async with stubbed(stub) as url, pool_of([url], tmp_path, lambda how: None) as kept:
+        pool = kept.pool
+        answers, stub.answers = stub.answers, {}
+        await until(lambda: pool.replicas[0].state == "away")
+        stub.answers = answers
+        await until(lambda: pool.replicas[0].state == "ready")
 
 
 class Failing(RunEngines):

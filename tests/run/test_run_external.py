@@ -1,6 +1,5 @@
 """What a step makes of peers' groups beside its own."""
 
-import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,24 +33,21 @@ def group(id_: str, token: int) -> Group:
     return Group(id_, Task("t", "gcd", (Message(Role.USER, "?"),)), rollouts, 0, origin)
 
 
-def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path) -> None:
+async def test_every_update_of_a_step_trains_on_own_groups_and_on_peers(tmp_path: Path) -> None:
     settings = {"train": {"groups_per_step": 4, "minibatches": 2}, "swarm": {"credit": "group_likely"}}
     config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], **settings})
 
-    async def main() -> None:
-        buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
-        prepared: Any = SimpleNamespace(config=config)
-        names = ("engine", "trainer", "runner", "scorer", "store", "engines", "teacher", "draw")
-        nothing: dict[str, Any] = dict.fromkeys(names)
-        policy = Policy(config, prepared=prepared, buffer=buffer, **nothing)
-        own = [group(f"own{i}", OWN) for i in range(4)]
-        built = await policy.rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], policy.version)
-        rows = list(built.of_group.values())
-        for part in even_slices(len(rows), 2):
-            tokens = [row.tokens[-1] for i in part for row in rows[i]]
-            assert tokens.count(OWN) == tokens.count(THEIRS) == 4
-        worse = {row.advantages[-1] for group_rows in rows for row in group_rows if row.tokens[-1] == THEIRS}
-        assert min(worse) == 0.0 < max(worse)  # credit goes to the groups that are peers', wherever they are
-        await buffer.close()
-
-    asyncio.run(main())
+    buffer = Buffer.open(tmp_path, run_meta(config), max_running=1)
+    prepared: Any = SimpleNamespace(config=config)
+    names = ("engine", "trainer", "runner", "scorer", "store", "engines", "teacher", "draw")
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    policy = Policy(config, prepared=prepared, buffer=buffer, **nothing)
+    own = [group(f"own{i}", OWN) for i in range(4)]
+    built = await policy.rows([*own, *(group(f"theirs{i}", THEIRS) for i in range(4))], policy.version)
+    rows = list(built.of_group.values())
+    for part in even_slices(len(rows), 2):
+        tokens = [row.tokens[-1] for i in part for row in rows[i]]
+        assert tokens.count(OWN) == tokens.count(THEIRS) == 4
+    worse = {row.advantages[-1] for group_rows in rows for row in group_rows if row.tokens[-1] == THEIRS}
+    assert min(worse) == 0.0 < max(worse)  # credit goes to the groups that are peers', wherever they are
+    await buffer.close()

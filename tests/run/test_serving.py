@@ -29,22 +29,19 @@ def judge(folder: Path, announce: Callable[[str, str], None]) -> Coroutine[None,
 
 
 @pytest.mark.parametrize("serve", [human, judge])
-def test_one_address_holds_no_more_connections_of_a_public_server(
+async def test_one_address_holds_no_more_connections_of_a_public_server(
     serve: Callable[[Path, Callable[[str, str], None]], Coroutine[None, None, None]], tmp_path: Path
 ) -> None:
-    async def main() -> None:
-        url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        serving = asyncio.create_task(serve(tmp_path, lambda where, peer: url.set_result(where)))
-        await asyncio.wait({serving, url}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
-        port = int(url.result().rpartition(":")[2])
-        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(PER_ADDRESS + 1)]
-        answers = [asyncio.create_task(reader.read(12)) for reader, _ in held]
-        async with asyncio.timeout(10):
-            assert await answers[PER_ADDRESS] == b"HTTP/1.1 503"
-        assert not any(answer.done() for answer in answers[:PER_ADDRESS])
-        for _, writer in held:
-            writer.close()
-        serving.cancel()
-        await asyncio.gather(serving, *answers, return_exceptions=True)
-
-    asyncio.run(main())
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(serve(tmp_path, lambda where, peer: url.set_result(where)))
+    await asyncio.wait({serving, url}, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+    port = int(url.result().rpartition(":")[2])
+    held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(PER_ADDRESS + 1)]
+    answers = [asyncio.create_task(reader.read(12)) for reader, _ in held]
+    async with asyncio.timeout(10):
+        assert await answers[PER_ADDRESS] == b"HTTP/1.1 503"
+    assert not any(answer.done() for answer in answers[:PER_ADDRESS])
+    for _, writer in held:
+        writer.close()
+    serving.cancel()
+    await asyncio.gather(serving, *answers, return_exceptions=True)

@@ -66,21 +66,18 @@ def test_progress_in_between_begins_the_count_anew() -> None:
     assert len(told) > 10
 
 
-def test_a_paused_engine_is_resumed_and_one_that_hangs_is_killed(tiny_model_dir: Path, tmp_path: Path) -> None:
+async def test_a_paused_engine_is_resumed_and_one_that_hangs_is_killed(tiny_model_dir: Path, tmp_path: Path) -> None:
     nothing: Any = None
 
-    async def main() -> None:
-        child = engine_child(
-            tiny_model_dir, EngineConfig(), ModelConfig(), max_model_len=64, threads=1, log=tmp_path / "log"
-        )
-        async with child, aclosing(await child.serving(120)) as engine:
-            own = RunEngines(nothing, nothing, print, running={"engine": (child, engine)})
-            assert await own.helped() == []
-            await engine.pause()
-            assert await own.helped() == ["engine was paused and is resumed"]
-            assert len(await engine.generate([5, 6], Sampling(3))) == 1
-            os.kill(child.pid, signal.SIGSTOP)
-            assert await own.helped() == ["engine does not answer and is started again"]
-            assert (await child.died()).returncode == -signal.SIGKILL
-
-    asyncio.run(main())
+    child = engine_child(
+        tiny_model_dir, EngineConfig(), ModelConfig(), max_model_len=64, threads=1, log=tmp_path / "log"
+    )
+    async with child, aclosing(await child.serving(120)) as engine:
+        own = RunEngines(nothing, nothing, print, running={"engine": (child, engine)})
+        assert await own.helped() == []
+        await engine.pause()
+        assert await own.helped() == ["engine was paused and is resumed"]
+        assert len(await engine.generate([5, 6], Sampling(3))) == 1
+        os.kill(child.pid, signal.SIGSTOP)
+        assert await own.helped() == ["engine does not answer and is started again"]
+        assert (await child.died()).returncode == -signal.SIGKILL

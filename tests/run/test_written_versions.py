@@ -54,42 +54,36 @@ class Loading:
         await self.loaded.put(version)
 
 
-def test_a_step_does_not_wait_until_its_version_is_hashed_and_the_next_version_does(tmp_path: Path) -> None:
-    async def main() -> None:
-        both: Any = Writing()
-        engine: Any = Loading()
-        prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
-        store = HeldStore(tmp_path)
-        versions = ServedVersions(prepared, engine, both, both, store)
-        async with asyncio.TaskGroup() as tasks:
-            keeping = tasks.create_task(versions.keep_loaded())
-            assert await versions.write(1) == 1.5
-            versions.load_soon()
-            assert versions.number == 1, "the next step trains on the new Version"
-            assert both.recorded == store.sealed == []
-            second = tasks.create_task(versions.write(2))
-            await asyncio.sleep(0)
-            assert both.written == ["v1.unfinished"], "one Version is sealed at a time"
-            store.may.release(2)
-            assert await engine.loaded.get() == 1
-            await second
-            versions.load_soon()
-            assert await engine.loaded.get() == 2
-            await versions.loaded()
-            keeping.cancel()
-        assert both.recorded == store.sealed == [1, 2]
-
-    asyncio.run(main())
+async def test_a_step_does_not_wait_until_its_version_is_hashed_and_the_next_version_does(tmp_path: Path) -> None:
+    both: Any = Writing()
+    engine: Any = Loading()
+    prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
+    store = HeldStore(tmp_path)
+    versions = ServedVersions(prepared, engine, both, both, store)
+    async with asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(versions.keep_loaded())
+        assert await versions.write(1) == 1.5
+        versions.load_soon()
+        assert versions.number == 1, "the next step trains on the new Version"
+        assert both.recorded == store.sealed == []
+        second = tasks.create_task(versions.write(2))
+        await asyncio.sleep(0)
+        assert both.written == ["v1.unfinished"], "one Version is sealed at a time"
+        store.may.release(2)
+        assert await engine.loaded.get() == 1
+        await second
+        versions.load_soon()
+        assert await engine.loaded.get() == 2
+        await versions.loaded()
+        keeping.cancel()
+    assert both.recorded == store.sealed == [1, 2]
 
 
-def test_a_version_of_no_loop_is_sealed_before_it_is_loaded(tmp_path: Path) -> None:
-    async def main() -> None:
-        both: Any = Writing()
-        engine: Any = Loading()
-        prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
-        versions = ServedVersions(prepared, engine, both, both, WeightStore(tmp_path))
-        await versions.write(1)
-        await versions.load()
-        assert (engine.loaded.get_nowait(), both.recorded) == (1, [1])
-
-    asyncio.run(main())
+async def test_a_version_of_no_loop_is_sealed_before_it_is_loaded(tmp_path: Path) -> None:
+    both: Any = Writing()
+    engine: Any = Loading()
+    prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
+    versions = ServedVersions(prepared, engine, both, both, WeightStore(tmp_path))
+    await versions.write(1)
+    await versions.load()
+    assert (engine.loaded.get_nowait(), both.recorded) == (1, [1])

@@ -244,61 +244,52 @@ class Visitor:
         return found
 
 
-def test_the_answers_of_two_people_are_one_offer_signed_by_the_node(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with site(tmp_path) as at, Visitor(at.url) as ann, Visitor(at.url) as bob:
-            first, second = await ann.ask(), await bob.ask()
-            assert first["question"] == second["question"]  # both get the same one, so that there can be a group
-            assert first["instructions"] == "One letter."
-            message = str(first["question"])[-1]
-            assert message not in first.values()
-            wrong = await ann.say(first, "?")
-            assert (wrong["right"], wrong["tries_left"], wrong["truth"], wrong["others"]) == (False, 2, None, [])
-            right = await bob.say(second, message)
-            assert (right["right"], right["tries_left"], right["truth"]) == (True, 0, message)
-            assert right["others"] == [
-                {"generator": "person", "model": "", "text": "?", "status": "scored", "reward": 0.0, "right": False}
-            ]
-            author, offer = await at.offer()
-            assert author == HERE.peer_id
-            assert offer.claim == Claim("letters", f"say {message}", message)
-            assert (offer.generator, offer.rollouts) == (
-                GeneratorKind.PERSON,
-                (OfferedRollout("?"), OfferedRollout(message)),
-            )
-            async with ann.http.get(f"{at.url}/api/state/{first['id']}") as reply:
-                assert await reply.json() == {"state": "shared"}
-            assert (await ann.ask())["id"] != first["id"]
-
-    asyncio.run(main())
+async def test_the_answers_of_two_people_are_one_offer_signed_by_the_node(tmp_path: Path) -> None:
+    async with site(tmp_path) as at, Visitor(at.url) as ann, Visitor(at.url) as bob:
+        first, second = await ann.ask(), await bob.ask()
+        assert first["question"] == second["question"]  # both get the same one, so that there can be a group
+        assert first["instructions"] == "One letter."
+        message = str(first["question"])[-1]
+        assert message not in first.values()
+        wrong = await ann.say(first, "?")
+        assert (wrong["right"], wrong["tries_left"], wrong["truth"], wrong["others"]) == (False, 2, None, [])
+        right = await bob.say(second, message)
+        assert (right["right"], right["tries_left"], right["truth"]) == (True, 0, message)
+        assert right["others"] == [
+            {"generator": "person", "model": "", "text": "?", "status": "scored", "reward": 0.0, "right": False}
+        ]
+        author, offer = await at.offer()
+        assert author == HERE.peer_id
+        assert offer.claim == Claim("letters", f"say {message}", message)
+        assert (offer.generator, offer.rollouts) == (
+            GeneratorKind.PERSON,
+            (OfferedRollout("?"), OfferedRollout(message)),
+        )
+        async with ann.http.get(f"{at.url}/api/state/{first['id']}") as reply:
+            assert await reply.json() == {"state": "shared"}
+        assert (await ann.ask())["id"] != first["id"]
 
 
-def test_who_passes_a_question_over_is_asked_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with site(tmp_path, rates=Rates(lambda: 0.0, burst=30)) as at, Visitor(at.url) as ann:
-            asked = [await ann.ask()]
-            for _ in range(20):
-                asked.append(await ann.ask(asked[-1]["id"]))
-            texts = [one["question"] for one in asked]
-            assert all(before != after for before, after in pairwise(texts)), texts
-
-    asyncio.run(main())
+async def test_who_passes_a_question_over_is_asked_another(tmp_path: Path) -> None:
+    async with site(tmp_path, rates=Rates(lambda: 0.0, burst=30)) as at, Visitor(at.url) as ann:
+        asked = [await ann.ask()]
+        for _ in range(20):
+            asked.append(await ann.ask(asked[-1]["id"]))
+        texts = [one["question"] for one in asked]
+        assert all(before != after for before, after in pairwise(texts)), texts
 
 
-def test_an_offer_waits_for_an_exchange_that_is_away(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with site(tmp_path) as at, Visitor(at.url) as ann:
-            at.member.here.clear()
-            found = await ann.ask()
-            await ann.say(found, "?")
-            await ann.say(found, str(found["question"])[-1])
-            await asyncio.sleep(0.6)
-            assert at.node.tally.shared == 0
-            at.member.here.set()
-            _, offer = await at.offer()
-            assert len(offer.rollouts) == 2
-
-    asyncio.run(main())
+async def test_an_offer_waits_for_an_exchange_that_is_away(tmp_path: Path) -> None:
+    async with site(tmp_path) as at, Visitor(at.url) as ann:
+        at.member.here.clear()
+        found = await ann.ask()
+        await ann.say(found, "?")
+        await ann.say(found, str(found["question"])[-1])
+        await asyncio.sleep(0.6)
+        assert at.node.tally.shared == 0
+        at.member.here.set()
+        _, offer = await at.offer()
+        assert len(offer.rollouts) == 2
 
 
 class FirstAcknowledgementLost(MemoryExchange):
@@ -313,66 +304,59 @@ class FirstAcknowledgementLost(MemoryExchange):
             raise ExchangeUnavailable("no acknowledgement came")
 
 
-def test_an_offer_whose_acknowledgement_was_lost_is_the_same_bytes_the_next_time(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with site(tmp_path, joined=FirstAcknowledgementLost) as at, Visitor(at.url) as ann:
-            found = await ann.ask()
-            await ann.say(found, "?")
-            await ann.say(found, str(found["question"])[-1])
-            await until(lambda: at.node.tally.shared == 1)
-            assert isinstance(at.member, FirstAcknowledgementLost)
-            assert at.member.sent == at.member.sent[:1] * 2
-
-    asyncio.run(main())
+async def test_an_offer_whose_acknowledgement_was_lost_is_the_same_bytes_the_next_time(tmp_path: Path) -> None:
+    async with site(tmp_path, joined=FirstAcknowledgementLost) as at, Visitor(at.url) as ann:
+        found = await ann.ask()
+        await ann.say(found, "?")
+        await ann.say(found, str(found["question"])[-1])
+        await until(lambda: at.node.tally.shared == 1)
+        assert isinstance(at.member, FirstAcknowledgementLost)
+        assert at.member.sent == at.member.sent[:1] * 2
 
 
-def test_a_peer_s_question_is_asked_only_if_it_is_ours_and_true(tmp_path: Path) -> None:
+async def test_a_peer_s_question_is_asked_only_if_it_is_ours_and_true(tmp_path: Path) -> None:
     def of_peer(question: str, truth: str) -> Offer:
         claim = Claim("letters", question, truth)
         return Offer(claim, (OfferedRollout("b"), OfferedRollout("?")), GeneratorKind.FROZEN, "m", 1e9)
 
-    async def main() -> None:
-        lies = [of_peer("say nothing", "x"), of_peer("say b", "c")] * 20
-        async with site(tmp_path, before=lies) as at, Visitor(at.url) as ann:
-            await until(lambda: len(at.node._offered) == len(lies))
-            seen = await ann.ask()
-            for _ in range(6):
-                seen = await ann.ask(seen["id"])
-                assert seen["question"] != "say nothing"
-            assert at.node.ingress.refused[Reason.UNKNOWN_TASK] > 0
-
-    asyncio.run(main())
+    lies = [of_peer("say nothing", "x"), of_peer("say b", "c")] * 20
+    async with site(tmp_path, before=lies) as at, Visitor(at.url) as ann:
+        await until(lambda: len(at.node._offered) == len(lies))
+        seen = await ann.ask()
+        for _ in range(6):
+            seen = await ann.ask(seen["id"])
+            assert seen["question"] != "say nothing"
+        assert at.node.ingress.refused[Reason.UNKNOWN_TASK] > 0
 
 
-def test_a_peer_s_true_question_is_asked_and_its_answers_are_shown_with_this_node_s_verdict(tmp_path: Path) -> None:
-    async def main() -> None:
-        offers = [
-            Offer(
-                Claim("letters", f"say {c}", c),
-                (OfferedRollout(c), OfferedRollout("?")),
-                GeneratorKind.FROZEN,
-                "m",
-                1e9,
-            )
-            for c in "abcdefghijkl"
-        ]
-        async with site(tmp_path, before=offers) as at, Visitor(at.url) as ann:
-            await until(lambda: len(at.node._offered) == len(offers))
-            asked = await ann.ask()
-            letter = str(asked["question"])[-1]
-            await until(lambda: len(at.node.questions[str(asked["id"])].others) == 2)
-            right = {
-                "generator": "frozen",
-                "model": "m",
-                "text": letter,
-                "status": "scored",
-                "reward": 1.0,
-                "right": True,
-            }
-            wrong = {**right, "text": "?", "reward": 0.0, "right": False}
-            assert (await ann.say(asked, letter))["others"] == [right, wrong]
-
-    asyncio.run(main())
+async def test_a_peer_s_true_question_is_asked_and_its_answers_are_shown_with_this_node_s_verdict(
+    tmp_path: Path,
+) -> None:
+    offers = [
+        Offer(
+            Claim("letters", f"say {c}", c),
+            (OfferedRollout(c), OfferedRollout("?")),
+            GeneratorKind.FROZEN,
+            "m",
+            1e9,
+        )
+        for c in "abcdefghijkl"
+    ]
+    async with site(tmp_path, before=offers) as at, Visitor(at.url) as ann:
+        await until(lambda: len(at.node._offered) == len(offers))
+        asked = await ann.ask()
+        letter = str(asked["question"])[-1]
+        await until(lambda: len(at.node.questions[str(asked["id"])].others) == 2)
+        right = {
+            "generator": "frozen",
+            "model": "m",
+            "text": letter,
+            "status": "scored",
+            "reward": 1.0,
+            "right": True,
+        }
+        wrong = {**right, "text": "?", "reward": 0.0, "right": False}
+        assert (await ann.say(asked, letter))["others"] == [right, wrong]
 
 
 def test_a_banned_peer_s_question_is_not_asked(tmp_path: Path) -> None:
@@ -389,73 +373,61 @@ def test_a_banned_peer_s_question_is_not_asked(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_page_is_guarded_by_its_headers_and_its_cookie(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with site(tmp_path) as at, Visitor(at.url) as ann:
-            for path in ("/", "/style.css", "/desk.js", "/api/status", "/api/state/none"):
-                async with ann.http.get(at.url + path) as reply:
-                    policy = reply.headers["content-security-policy"]
-                    assert policy.startswith("default-src 'none'; script-src 'self'"), path
-                    assert "unsafe" not in policy
-                    assert "://" not in await reply.text(), "nothing is fetched from elsewhere"
-            async with ann.http.post(f"{at.url}/api/question", json={}) as reply:
-                cookie = reply.headers["set-cookie"].lower()
-                assert "httponly" in cookie
-                assert "samesite=strict" in cookie
-
-    asyncio.run(main())
+async def test_the_page_is_guarded_by_its_headers_and_its_cookie(tmp_path: Path) -> None:
+    async with site(tmp_path) as at, Visitor(at.url) as ann:
+        for path in ("/", "/style.css", "/desk.js", "/api/status", "/api/state/none"):
+            async with ann.http.get(at.url + path) as reply:
+                policy = reply.headers["content-security-policy"]
+                assert policy.startswith("default-src 'none'; script-src 'self'"), path
+                assert "unsafe" not in policy
+                assert "://" not in await reply.text(), "nothing is fetched from elsewhere"
+        async with ann.http.post(f"{at.url}/api/question", json={}) as reply:
+            cookie = reply.headers["set-cookie"].lower()
+            assert "httponly" in cookie
+            assert "samesite=strict" in cookie
 
 
-def test_a_page_refuses_with_a_sentence(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with site(tmp_path) as at, Visitor(at.url) as ann, Visitor(at.url) as stranger:
-            found = await ann.ask()
-            url = f"{at.url}/api/answer"
-            assert (await stranger.post("answer", question=found["id"], text="a"))[0] == 403
-            assert (await ann.post("answer", question="gone", text="a"))[0] == 404
-            assert (await ann.post("answer", question=found["id"], text=" "))[0] == 409
-            assert (await ann.post("answer", question=found["id"], text="x" * 4001))[0] == 409
-            assert (await ann.post("answer", question=found["id"], text="x" * 40_000))[0] == 413
-            assert (await ann.post("answer", question=found["id"]))[0] == 400
-            assert (await ann.post("answer", question=found["id"], text="a", more=1))[0] == 400
-            async with ann.http.post(url, data={"question": found["id"], "text": "a"}) as reply:  # as a form would
-                assert reply.status == 415
-            async with ann.http.post(url, data=b"[" * 20_000, headers={"content-type": "application/json"}) as reply:
-                assert reply.status == 400
-
-    asyncio.run(main())
+async def test_a_page_refuses_with_a_sentence(tmp_path: Path) -> None:
+    async with site(tmp_path) as at, Visitor(at.url) as ann, Visitor(at.url) as stranger:
+        found = await ann.ask()
+        url = f"{at.url}/api/answer"
+        assert (await stranger.post("answer", question=found["id"], text="a"))[0] == 403
+        assert (await ann.post("answer", question="gone", text="a"))[0] == 404
+        assert (await ann.post("answer", question=found["id"], text=" "))[0] == 409
+        assert (await ann.post("answer", question=found["id"], text="x" * 4001))[0] == 409
+        assert (await ann.post("answer", question=found["id"], text="x" * 40_000))[0] == 413
+        assert (await ann.post("answer", question=found["id"]))[0] == 400
+        assert (await ann.post("answer", question=found["id"], text="a", more=1))[0] == 400
+        async with ann.http.post(url, data={"question": found["id"], "text": "a"}) as reply:  # as a form would
+            assert reply.status == 415
+        async with ann.http.post(url, data=b"[" * 20_000, headers={"content-type": "application/json"}) as reply:
+            assert reply.status == 400
 
 
-def test_rates_hold_for_a_visitor_and_for_an_address_that_changes_its_cookie(tmp_path: Path) -> None:
-    async def main() -> None:
-        rates = Rates(lambda: 0.0, user_per_s=1, burst=4)
-        async with site(tmp_path, rates=rates) as at, Visitor(at.url) as ann:
-            statuses = [(await ann.post("question"))[0] for _ in range(6)]
-            assert statuses == [200] * 4 + [429] * 2
-            for _ in range(30):
-                async with Visitor(at.url) as fresh:
-                    status, found = await fresh.post("question")
-            assert (status, found["error"]["message"]) == (429, "slowly, please: wait a few seconds")
-
-    asyncio.run(main())
+async def test_rates_hold_for_a_visitor_and_for_an_address_that_changes_its_cookie(tmp_path: Path) -> None:
+    rates = Rates(lambda: 0.0, user_per_s=1, burst=4)
+    async with site(tmp_path, rates=rates) as at, Visitor(at.url) as ann:
+        statuses = [(await ann.post("question"))[0] for _ in range(6)]
+        assert statuses == [200] * 4 + [429] * 2
+        for _ in range(30):
+            async with Visitor(at.url) as fresh:
+                status, found = await fresh.post("question")
+        assert (status, found["error"]["message"]) == (429, "slowly, please: wait a few seconds")
 
 
-def test_a_made_up_cookie_is_nobodys_and_a_forwarded_address_is_no_new_allowance(tmp_path: Path) -> None:
-    async def main() -> None:
-        rates = Rates(lambda: 0.0, user_per_s=0.1, burst=2)  # an address may ask ten times
-        async with site(tmp_path, rates=rates) as at, Visitor(at.url) as ann:
-            found = await ann.ask()
-            body = {"question": found["id"], "text": "a"}
-            for cookie in ("x" * 22, f"{'x' * 22}.{'0' * 32}"):
-                made_up = aiohttp.ClientSession(cookies={"visitor": cookie})
-                async with made_up as http, http.post(f"{at.url}/api/answer", json=body) as reply:
-                    assert reply.status == 403
-            statuses = []
-            for n in range(12):
-                forwarded = aiohttp.ClientSession(headers={"X-Forwarded-For": f"10.0.0.{n}"})
-                async with forwarded as http, http.post(f"{at.url}/api/question", json={"pass": None}) as reply:
-                    statuses.append(reply.status)
-            assert statuses.count(200) == 9
-            assert set(statuses) == {200, 429}
-
-    asyncio.run(main())
+async def test_a_made_up_cookie_is_nobodys_and_a_forwarded_address_is_no_new_allowance(tmp_path: Path) -> None:
+    rates = Rates(lambda: 0.0, user_per_s=0.1, burst=2)  # an address may ask ten times
+    async with site(tmp_path, rates=rates) as at, Visitor(at.url) as ann:
+        found = await ann.ask()
+        body = {"question": found["id"], "text": "a"}
+        for cookie in ("x" * 22, f"{'x' * 22}.{'0' * 32}"):
+            made_up = aiohttp.ClientSession(cookies={"visitor": cookie})
+            async with made_up as http, http.post(f"{at.url}/api/answer", json=body) as reply:
+                assert reply.status == 403
+        statuses = []
+        for n in range(12):
+            forwarded = aiohttp.ClientSession(headers={"X-Forwarded-For": f"10.0.0.{n}"})
+            async with forwarded as http, http.post(f"{at.url}/api/question", json={"pass": None}) as reply:
+                statuses.append(reply.status)
+        assert statuses.count(200) == 9
+        assert set(statuses) == {200, 429}

@@ -110,38 +110,35 @@ async def trained(config: Path, server: str) -> list[str]:
     return [group_id for (group_id,) in rows]
 
 
-def test_a_question_answered_in_a_browser_becomes_an_offer_and_a_node_trains_on_it(config: Path) -> None:
-    async def main() -> None:
-        async with (
-            NatsServer(ServerOptions(config.parent / "server")) as server,
-            node(config, server.url, "--wait-s", "0") as (url, peer),
-            chromium() as page,
-        ):
-            await page.goto(url)
-            question = await asked(page)
-            right = QUESTIONS[question]
-            assert await page.value("document.documentElement.scrollWidth") <= 360
-            await page.value("document.getElementById('answer').focus()")
-            await page.type("z")
-            await page.press("Enter", ctrl=True)
-            await outcome(page, "not right")
-            await page.type(right)  # the wrong one is selected, so that this takes its place
-            await page.press("Tab")
-            await page.press("Enter")  # on the button
-            await outcome(page, "right")
-            await page.until(
-                "document.getElementById('shared').textContent.startsWith('The answers to this question are offered')"
-            )
-            (config.parent / "page.png").write_bytes(await page.screenshot())
-            offer = await received(server.url, peer)
-            assert (offer.claim.question, len(offer.rollouts), offer.generator) == (question, 2, "person")
-            await page.press("Enter")  # the focus went on to the button for another question
-            assert await asked(page) != question
-            assert page.complaints == []
-            consumed = await trained(config, server.url)
-            assert any(group_id.startswith(f"{peer}/") for group_id in consumed), consumed
-
-    asyncio.run(main())
+async def test_a_question_answered_in_a_browser_becomes_an_offer_and_a_node_trains_on_it(config: Path) -> None:
+    async with (
+        NatsServer(ServerOptions(config.parent / "server")) as server,
+        node(config, server.url, "--wait-s", "0") as (url, peer),
+        chromium() as page,
+    ):
+        await page.goto(url)
+        question = await asked(page)
+        right = QUESTIONS[question]
+        assert await page.value("document.documentElement.scrollWidth") <= 360
+        await page.value("document.getElementById('answer').focus()")
+        await page.type("z")
+        await page.press("Enter", ctrl=True)
+        await outcome(page, "not right")
+        await page.type(right)  # the wrong one is selected, so that this takes its place
+        await page.press("Tab")
+        await page.press("Enter")  # on the button
+        await outcome(page, "right")
+        await page.until(
+            "document.getElementById('shared').textContent.startsWith('The answers to this question are offered')"
+        )
+        (config.parent / "page.png").write_bytes(await page.screenshot())
+        offer = await received(server.url, peer)
+        assert (offer.claim.question, len(offer.rollouts), offer.generator) == (question, 2, "person")
+        await page.press("Enter")  # the focus went on to the button for another question
+        assert await asked(page) != question
+        assert page.complaints == []
+        consumed = await trained(config, server.url)
+        assert any(group_id.startswith(f"{peer}/") for group_id in consumed), consumed
 
 
 async def offered(server: str, question: str) -> None:
@@ -159,30 +156,27 @@ async def offered(server: str, question: str) -> None:
         await asyncio.gather(receiving, return_exceptions=True)
 
 
-def test_what_peers_wrote_is_shown_as_text_to_those_who_have_answered(config: Path) -> None:
-    async def main() -> None:
-        async with NatsServer(ServerOptions(config.parent / "server")) as server, node(config, server.url) as (url, _):
-            # Half of the questions are peers'; more than enough offers for one of them to be asked soon.
-            for question in list(QUESTIONS)[::4]:
-                await offered(server.url, question)
-            async with chromium(width=1200, height=900) as page:
-                await page.goto(url)
-                for _ in range(5):  # more would be over a visitor's rate
-                    question = await asked(page)
-                    await page.value("document.getElementById('answer').focus()")
-                    await page.type(QUESTIONS[question])
-                    await page.press("Enter", ctrl=True)
-                    await outcome(page, "right")
-                    shown = await page.value("document.getElementById('list').textContent")
-                    if shown.count(EVIL) == 3:  # an answer, and the model's name at two that were weighed by now
-                        break
-                    await page.press("Enter")
-                    await page.until("document.getElementById('verdict').hidden")  # another one comes
-                assert shown.count(EVIL) == 3
-                assert "not right" in shown
-                assert await page.value("document.querySelectorAll('img, li script').length") == 0
-                assert await page.value("document.title") == "Answer a question - Shoal"
-                (config.parent / "others.png").write_bytes(await page.screenshot())
-                assert page.complaints == []
-
-    asyncio.run(main())
+async def test_what_peers_wrote_is_shown_as_text_to_those_who_have_answered(config: Path) -> None:
+    async with NatsServer(ServerOptions(config.parent / "server")) as server, node(config, server.url) as (url, _):
+        # Half of the questions are peers'; more than enough offers for one of them to be asked soon.
+        for question in list(QUESTIONS)[::4]:
+            await offered(server.url, question)
+        async with chromium(width=1200, height=900) as page:
+            await page.goto(url)
+            for _ in range(5):  # more would be over a visitor's rate
+                question = await asked(page)
+                await page.value("document.getElementById('answer').focus()")
+                await page.type(QUESTIONS[question])
+                await page.press("Enter", ctrl=True)
+                await outcome(page, "right")
+                shown = await page.value("document.getElementById('list').textContent")
+                if shown.count(EVIL) == 3:  # an answer, and the model's name at two that were weighed by now
+                    break
+                await page.press("Enter")
+                await page.until("document.getElementById('verdict').hidden")  # another one comes
+            assert shown.count(EVIL) == 3
+            assert "not right" in shown
+            assert await page.value("document.querySelectorAll('img, li script').length") == 0
+            assert await page.value("document.title") == "Answer a question - Shoal"
+            (config.parent / "others.png").write_bytes(await page.screenshot())
+            assert page.complaints == []

@@ -257,36 +257,28 @@ def test_seeds_are_committed_to_before_and_revealed_after(judge: Judge, clock: C
     assert after.sittings[-2:] == before.sittings
 
 
-def test_no_two_challenges_of_a_round_or_of_two_share_questions_and_a_restarted_judge_asks_the_same(
+async def test_no_two_challenges_of_a_round_or_of_two_share_questions_and_a_restarted_judge_asks_the_same(
     judge: Judge, drawer: ProceduralClient, clock: Clock
 ) -> None:
-    async def main() -> None:
-        first, second = await challenged(judge), await challenged(judge)
-        other = await challenged(judge, OTHER)
-        again = Judge(judge.store, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
-        _, verdict = opened(await again.verdict(answers(first, right(first))), ChallengeVerdict)
-        assert verdict.score == 0.5
-        clock.now_s += 3600
-        later = await challenged(judge)
-        assert (later.sitting, later.attempt) == (first.sitting + 1, first.attempt)
-        found = [
-            tuple(one.messages[-1].content for one in each.questions[2:]) for each in (first, second, other, later)
-        ]
-        assert len(set(found)) == 4
-
-    asyncio.run(main())
+    first, second = await challenged(judge), await challenged(judge)
+    other = await challenged(judge, OTHER)
+    again = Judge(judge.store, HERE, [SUMS, GCD], drawer, ExactScorer(), Rules(each=2), clock=clock)
+    _, verdict = opened(await again.verdict(answers(first, right(first))), ChallengeVerdict)
+    assert verdict.score == 0.5
+    clock.now_s += 3600
+    later = await challenged(judge)
+    assert (later.sitting, later.attempt) == (first.sitting + 1, first.attempt)
+    found = [tuple(one.messages[-1].content for one in each.questions[2:]) for each in (first, second, other, later)]
+    assert len(set(found)) == 4
 
 
-def test_what_is_not_answered_in_time_counts_as_wrong_and_not_before(judge: Judge, clock: Clock) -> None:
-    async def main() -> None:
-        challenge = await challenged(judge)
-        assert judge.store.standings(clock.now_s) == []
-        clock.now_s = challenge.deadline_s + 1
-        assert judge.store.standings(clock.now_s) == []  # a key that never answered is on no board
-        with pytest.raises(Refused, match="deadline"):
-            await judge.verdict(answers(challenge, right(challenge)))
-
-    asyncio.run(main())
+async def test_what_is_not_answered_in_time_counts_as_wrong_and_not_before(judge: Judge, clock: Clock) -> None:
+    challenge = await challenged(judge)
+    assert judge.store.standings(clock.now_s) == []
+    clock.now_s = challenge.deadline_s + 1
+    assert judge.store.standings(clock.now_s) == []  # a key that never answered is on no board
+    with pytest.raises(Refused, match="deadline"):
+        await judge.verdict(answers(challenge, right(challenge)))
 
 
 def test_answers_that_hang_are_wrong_and_stop_being_tried(judge: Judge) -> None:
@@ -424,21 +416,20 @@ async def served(judge: Judge) -> AsyncIterator[str]:
         yield url
 
 
-def test_a_browser_is_told_what_is_a_page_and_what_is_a_message_of_the_protocol(judge: Judge, clock: Clock) -> None:
-    async def main() -> None:
-        judge.ledger()
-        clock.now_s += 3600 + 601
-        async with served(judge) as url, aiohttp.ClientSession() as http:
-            for path, kind in {
-                "/": "text/html; charset=utf-8",
-                "/style.css": "text/css; charset=utf-8",
-                "/leaderboard.json": "application/json",
-                "/ledger": "application/octet-stream",
-            }.items():
-                async with http.get(url + path) as reply:
-                    assert (reply.status, reply.headers["content-type"]) == (200, kind), path
-
-    asyncio.run(main())
+async def test_a_browser_is_told_what_is_a_page_and_what_is_a_message_of_the_protocol(
+    judge: Judge, clock: Clock
+) -> None:
+    judge.ledger()
+    clock.now_s += 3600 + 601
+    async with served(judge) as url, aiohttp.ClientSession() as http:
+        for path, kind in {
+            "/": "text/html; charset=utf-8",
+            "/style.css": "text/css; charset=utf-8",
+            "/leaderboard.json": "application/json",
+            "/ledger": "application/octet-stream",
+        }.items():
+            async with http.get(url + path) as reply:
+                assert (reply.status, reply.headers["content-type"]) == (200, kind), path
 
 
 def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) -> None:
@@ -464,16 +455,13 @@ class Fussy(ChatModel):
         return await super().ask(messages, tries, pause_s)
 
 
-def test_a_question_that_the_model_refuses_counts_as_wrong_and_the_others_are_answered(
+async def test_a_question_that_the_model_refuses_counts_as_wrong_and_the_others_are_answered(
     judge: Judge, model_url: str
 ) -> None:
-    async def main() -> None:
-        async with served(judge) as url:
-            fussy = Fussy(model_url, "m")
-            _, verdict, silent = await take(url, fussy, ME, arm=Condition.SOLO, round_=1, clock=judge.now_s)
-            assert (len(verdict.marks), silent, Fussy.asked) == (4, 1, 4)
-
-    asyncio.run(main())
+    async with served(judge) as url:
+        fussy = Fussy(model_url, "m")
+        _, verdict, silent = await take(url, fussy, ME, arm=Condition.SOLO, round_=1, clock=judge.now_s)
+        assert (len(verdict.marks), silent, Fussy.asked) == (4, 1, 4)
 
 
 def test_answers_that_are_too_long_together_are_cut_to_fit_a_message() -> None:
@@ -491,16 +479,15 @@ def test_a_judge_whose_challenges_fit_no_message_does_not_start(judge: Judge, dr
         Judge(judge.store, HERE, [wordy], drawer, ExactScorer(), Rules(each=20))
 
 
-def test_a_taker_gets_its_verdict_from_the_judge_that_it_names(judge: Judge, clock: Clock, model_url: str) -> None:
-    async def main() -> None:
-        async with serving(JudgeServer(judge).app) as url:
-            ask = partial(take, url, arm=Condition.SWARM, round_=3, clock=clock)
-            _, verdict, silent = await ask(ChatModel(model_url, "m"), ME, judge=HERE.peer_id)
-            assert (verdict.score, silent) == (0.5, 0)
-            with pytest.raises(WireError, match="expected one of"):
-                await ask(ChatModel(model_url, "m"), ME, judge=OTHER.peer_id)
-
-    asyncio.run(main())
+async def test_a_taker_gets_its_verdict_from_the_judge_that_it_names(
+    judge: Judge, clock: Clock, model_url: str
+) -> None:
+    async with serving(JudgeServer(judge).app) as url:
+        ask = partial(take, url, arm=Condition.SWARM, round_=3, clock=clock)
+        _, verdict, silent = await ask(ChatModel(model_url, "m"), ME, judge=HERE.peer_id)
+        assert (verdict.score, silent) == (0.5, 0)
+        with pytest.raises(WireError, match="expected one of"):
+            await ask(ChatModel(model_url, "m"), ME, judge=OTHER.peer_id)
 
 
 def run_shoal(*arguments: str) -> dict[str, object]:
@@ -537,17 +524,14 @@ def test_a_judge_that_is_not_there_is_a_sentence() -> None:
         asyncio.run(main())
 
 
-def test_a_round_goes_on_with_its_own_specialties_when_the_judge_gets_others(
+async def test_a_round_goes_on_with_its_own_specialties_when_the_judge_gets_others(
     judge: Judge, drawer: ProceduralClient, clock: Clock
 ) -> None:
-    async def main() -> None:
-        await challenged(judge)
-        other = Judge(judge.store, HERE, [GCD], drawer, ExactScorer(), Rules(each=1), clock=clock)
-        assert len((await challenged(other)).questions) == 4
-        clock.now_s = statements(judge.ledger(), None)[0][1].closes_s + 1
-        assert len((await challenged(other)).questions) == 1
-
-    asyncio.run(main())
+    await challenged(judge)
+    other = Judge(judge.store, HERE, [GCD], drawer, ExactScorer(), Rules(each=1), clock=clock)
+    assert len((await challenged(other)).questions) == 4
+    clock.now_s = statements(judge.ledger(), None)[0][1].closes_s + 1
+    assert len((await challenged(other)).questions) == 1
 
 
 def test_a_message_of_one_kind_does_not_pass_for_another() -> None:

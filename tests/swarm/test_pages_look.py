@@ -1,6 +1,5 @@
 """The pages of people and of the judge: one look with the page of `shoal view`, and nothing is executed."""
 
-import asyncio
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -59,51 +58,48 @@ def static(path: str, kind: str, text: str) -> Route:
     return Route(path, lambda _: Response(text, 200, PAGE_HEADERS, kind))
 
 
-def test_a_report_and_the_judges_page_fit_a_phone_with_their_figures_in_sight_and_execute_nothing(
+async def test_a_report_and_the_judges_page_fit_a_phone_with_their_figures_in_sight_and_execute_nothing(
     tmp_path: Path,
 ) -> None:
-    async def check() -> None:
-        standings = [
-            Standing(
-                peer_id=payload[:60], model=payload[:300], arm=Condition.SOLO, round=1, challenges=1, unanswered=0,
-                score=0.5, at_least=0.1, specialties={payload[:60]: 1.0},
+    standings = [
+        Standing(
+            peer_id=payload[:60], model=payload[:300], arm=Condition.SOLO, round=1, challenges=1, unanswered=0,
+            score=0.5, at_least=0.1, specialties={payload[:60]: 1.0},
+        )
+        for payload in PAYLOADS
+    ]  # fmt: skip
+    style = files("shoal.swarm.judge").joinpath("static", "style.css").read_text()
+    page_html = leaderboard_html("judge", standings, [payload[:60] for payload in PAYLOADS])
+    (tmp_path / "run").mkdir()
+    tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
+    tracker.log(1, {"reward": 0.5, "tokens_per_s": 123456.0, "failed/a_task_whose_name_is_long_beyond_reason": 12})
+    for payload in PAYLOADS:
+        tracker.write("event", {"name": "x" * 40, "reason": payload[:500]})
+    tracker.close()
+    report = write_report(tmp_path / "run")[1].read_text()
+    routes = (static("/", "text/html", page_html), static("/style.css", "text/css", style))
+    async with opened(*routes) as (page, url):
+        await page.goto((tmp_path / "run" / "report.html").as_uri())
+        assert await page.value("document.documentElement.scrollWidth") <= 390
+        widths = "[...document.images].map(one => one.complete && one.naturalWidth && one.width)"
+        assert all(330 < width < 390 for width in await page.value(widths))  # drawn, and as wide as the phone
+        for theme in ("dark", "light"):
+            await page.command(
+                "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}]
             )
-            for payload in PAYLOADS
-        ]  # fmt: skip
-        style = files("shoal.swarm.judge").joinpath("static", "style.css").read_text()
-        page_html = leaderboard_html("judge", standings, [payload[:60] for payload in PAYLOADS])
-        (tmp_path / "run").mkdir()
-        tracker = JsonlTracker(tmp_path / "run" / "metrics.jsonl")
-        tracker.log(1, {"reward": 0.5, "tokens_per_s": 123456.0, "failed/a_task_whose_name_is_long_beyond_reason": 12})
-        for payload in PAYLOADS:
-            tracker.write("event", {"name": "x" * 40, "reason": payload[:500]})
-        tracker.close()
-        report = write_report(tmp_path / "run")[1].read_text()
-        routes = (static("/", "text/html", page_html), static("/style.css", "text/css", style))
-        async with opened(*routes) as (page, url):
-            await page.goto((tmp_path / "run" / "report.html").as_uri())
-            assert await page.value("document.documentElement.scrollWidth") <= 390
-            widths = "[...document.images].map(one => one.complete && one.naturalWidth && one.width)"
-            assert all(330 < width < 390 for width in await page.value(widths))  # drawn, and as wide as the phone
-            for theme in ("dark", "light"):
-                await page.command(
-                    "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": theme}]
-                )
-                sources = f"document.querySelector('picture {'source' if theme == 'dark' else 'img'}')"
-                await page.until(f"document.images[0].currentSrc == ({sources}.src || {sources}.srcset)")
-            assert LOOK in report
-            assert await page.value("document.querySelectorAll('script, iframe, svg, object, a').length") == 0
-            await page.goto(url)
-            assert await page.value("document.title") == "Leaderboard - Shoal"
-            assert await page.value(FOREIGN) == 0
-            assert await page.value("document.documentElement.scrollWidth") <= 390
-            score = "[...document.querySelectorAll('th')].find(one => one.textContent == 'pass@1')"
-            assert await page.value(f"{score}.getBoundingClientRect().right") <= 390
-
-    asyncio.run(check())
+            sources = f"document.querySelector('picture {'source' if theme == 'dark' else 'img'}')"
+            await page.until(f"document.images[0].currentSrc == ({sources}.src || {sources}.srcset)")
+        assert LOOK in report
+        assert await page.value("document.querySelectorAll('script, iframe, svg, object, a').length") == 0
+        await page.goto(url)
+        assert await page.value("document.title") == "Leaderboard - Shoal"
+        assert await page.value(FOREIGN) == 0
+        assert await page.value("document.documentElement.scrollWidth") <= 390
+        score = "[...document.querySelectorAll('th')].find(one => one.textContent == 'pass@1')"
+        assert await page.value(f"{score}.getBoundingClientRect().right") <= 390
 
 
-def test_the_peoples_page_executes_nothing_of_questions_or_of_others_answers(tmp_path: Path) -> None:
+async def test_the_peoples_page_executes_nothing_of_questions_or_of_others_answers(tmp_path: Path) -> None:
     human = files("shoal.swarm.human").joinpath("static")
     payloads = cycle(PAYLOADS)
 
@@ -133,37 +129,32 @@ def test_the_peoples_page_executes_nothing_of_questions_or_of_others_answers(tmp
         }
         return json(verdict)
 
-    async def check() -> None:
-        routes = (
-            static("/", "text/html", human.joinpath("index.html").read_text()),
-            static("/style.css", "text/css", human.joinpath("style.css").read_text()),
-            static("/desk.js", "text/javascript", human.joinpath("desk.js").read_text()),
-            Route("/api/question", question, methods=["POST"]),
-            Route("/api/answer", answer, methods=["POST"]),
-            Route("/api/state/{id}", lambda _: json({"state": "open"})),
-            Route(
-                "/api/status", lambda _: json({"peer_id": PAYLOADS[0], "swarm": PAYLOADS[1], "answers": 1, "shared": 1})
-            ),
-        )
-        async with opened(*routes) as (page, url):
-            await page.goto(url)
-            for payload in PAYLOADS:
-                await page.until("!document.getElementById('send').disabled")
-                assert await page.value("document.getElementById('question').textContent") == payload
-                assert await page.value("document.title") == "Answer a question - Shoal"
-                assert await page.value("document.documentElement.scrollWidth") <= 390
-                await page.value("document.getElementById('next').click()")
+    routes = (
+        static("/", "text/html", human.joinpath("index.html").read_text()),
+        static("/style.css", "text/css", human.joinpath("style.css").read_text()),
+        static("/desk.js", "text/javascript", human.joinpath("desk.js").read_text()),
+        Route("/api/question", question, methods=["POST"]),
+        Route("/api/answer", answer, methods=["POST"]),
+        Route("/api/state/{id}", lambda _: json({"state": "open"})),
+        Route("/api/status", lambda _: json({"peer_id": PAYLOADS[0], "swarm": PAYLOADS[1], "answers": 1, "shared": 1})),
+    )
+    async with opened(*routes) as (page, url):
+        await page.goto(url)
+        for payload in PAYLOADS:
             await page.until("!document.getElementById('send').disabled")
-            await page.goto(url)
-            await page.until("!document.getElementById('send').disabled")
-            await page.tab_to("at.id == 'answer'")  # the keyboard alone from here
-            await page.type("x")
-            await page.tab_to("at.id == 'send'", 1)
-            await page.press("Enter")
-            await page.until("!document.getElementById('verdict').hidden")
-            assert await page.value("document.activeElement.id") == "next"
-            assert await page.value("document.querySelectorAll('#list li').length") == len(PAYLOADS)
-            assert await page.value(FOREIGN) == 0
+            assert await page.value("document.getElementById('question').textContent") == payload
             assert await page.value("document.title") == "Answer a question - Shoal"
-
-    asyncio.run(check())
+            assert await page.value("document.documentElement.scrollWidth") <= 390
+            await page.value("document.getElementById('next').click()")
+        await page.until("!document.getElementById('send').disabled")
+        await page.goto(url)
+        await page.until("!document.getElementById('send').disabled")
+        await page.tab_to("at.id == 'answer'")  # the keyboard alone from here
+        await page.type("x")
+        await page.tab_to("at.id == 'send'", 1)
+        await page.press("Enter")
+        await page.until("!document.getElementById('verdict').hidden")
+        assert await page.value("document.activeElement.id") == "next"
+        assert await page.value("document.querySelectorAll('#list li').length") == len(PAYLOADS)
+        assert await page.value(FOREIGN) == 0
+        assert await page.value("document.title") == "Answer a question - Shoal"

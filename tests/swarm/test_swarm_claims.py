@@ -137,30 +137,27 @@ async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
     return [[-1.0] * (len(row) - 1) for row in rows]
 
 
-def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
+async def test_a_node_of_one_specialty_trains_on_offers_of_another_one(
     anything: OwnTasks, claims: list[Claim], tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    async def main() -> None:
-        hub, specialist = MemorySwarm(), Identity.fresh()
-        theirs, seal = hub.join(), Signer(specialist, "reef", session=1)
-        async with RewardService(RewardConfig()) as scorer:
-            config = Config(tasks=[GCD], swarm=SwarmConfig(external_groups=4, take="uniform"))
-            joined = Joined(hub.join(), anything, Identity.fresh(), tmp_path, config)
-            node = Node(joined, scorer, load_renderer(tiny_model_dir), 1024)
-            running = asyncio.ensure_future(node.run())
-            lie = replace(claims[4], truth="7000", libraries="python 2.7")
-            for claim in (*claims[:4], lie):
-                rollouts = (OfferedRollout(claim.truth or ""), OfferedRollout("no"))
-                made = Offer(claim, rollouts, GeneratorKind.FROZEN, "sums", time.time())
-                frame = seal.frame(wire.encode(made), time.time())
-                await theirs.publish(specialist.peer_id, frame)
-            await until(lambda: node.ready == 4 and node.ingress.refused[Reason.OTHER_LIBRARIES] == 1)
-            groups = await node.take(0, logprobs)
-            assert {group.task.service for group in groups} == {"chain_sum"}
-            assert sorted(one.reward.value for group in groups for one in group.rollouts)[-4:] == [1.0] * 4
-            assert len(groups) == 4  # at the first step, of an author whom nobody knows
-            assert specialist.peer_id not in node.ingress.banned
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(main())
+    hub, specialist = MemorySwarm(), Identity.fresh()
+    theirs, seal = hub.join(), Signer(specialist, "reef", session=1)
+    async with RewardService(RewardConfig()) as scorer:
+        config = Config(tasks=[GCD], swarm=SwarmConfig(external_groups=4, take="uniform"))
+        joined = Joined(hub.join(), anything, Identity.fresh(), tmp_path, config)
+        node = Node(joined, scorer, load_renderer(tiny_model_dir), 1024)
+        running = asyncio.ensure_future(node.run())
+        lie = replace(claims[4], truth="7000", libraries="python 2.7")
+        for claim in (*claims[:4], lie):
+            rollouts = (OfferedRollout(claim.truth or ""), OfferedRollout("no"))
+            made = Offer(claim, rollouts, GeneratorKind.FROZEN, "sums", time.time())
+            frame = seal.frame(wire.encode(made), time.time())
+            await theirs.publish(specialist.peer_id, frame)
+        await until(lambda: node.ready == 4 and node.ingress.refused[Reason.OTHER_LIBRARIES] == 1)
+        groups = await node.take(0, logprobs)
+        assert {group.task.service for group in groups} == {"chain_sum"}
+        assert sorted(one.reward.value for group in groups for one in group.rollouts)[-4:] == [1.0] * 4
+        assert len(groups) == 4  # at the first step, of an author whom nobody knows
+        assert specialist.peer_id not in node.ingress.banned
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

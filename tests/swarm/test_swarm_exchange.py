@@ -207,41 +207,38 @@ def test_who_is_far_behind_skips_to_the_newest_frames(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("keeps_its_streams", [True, False])
-def test_when_the_server_is_killed_members_wait_and_go_on_with_the_next_one(
+async def test_when_the_server_is_killed_members_wait_and_go_on_with_the_next_one(
     tmp_path: Path, keeps_its_streams: bool
 ) -> None:
     port = free_port()
 
-    async def main() -> None:
-        folders = [tmp_path / "a", tmp_path / ("a" if keeps_its_streams else "b")]
-        url = f"nats://127.0.0.1:{port}"
-        async with NatsExchange(NatsOptions((url,), "reef")) as one, NatsExchange(NatsOptions((url,), "reef")) as two:
-            frames: list[bytes] = []
+    folders = [tmp_path / "a", tmp_path / ("a" if keeps_its_streams else "b")]
+    url = f"nats://127.0.0.1:{port}"
+    async with NatsExchange(NatsOptions((url,), "reef")) as one, NatsExchange(NatsOptions((url,), "reef")) as two:
+        frames: list[bytes] = []
 
-            async def read() -> None:
-                while True:
-                    frames.extend(await two.receive(10))
+        async def read() -> None:
+            while True:
+                frames.extend(await two.receive(10))
 
-            async def heard(*expected: bytes) -> None:
-                await until(lambda: frames == list(expected))
+        async def heard(*expected: bytes) -> None:
+            await until(lambda: frames == list(expected))
 
-            reading = [asyncio.ensure_future(read()), asyncio.ensure_future(collected(one, 99, 1000))]
-            async with NatsServer(ServerOptions(folders[0], port=port)) as server:
-                await published(one, b"1", b"2")
-                await heard(b"1", b"2")
-                os.kill(server.pid, signal.SIGKILL)
-                assert "signal 9" in str(await server.died())
-                await until(lambda: not (one.connected or two.connected))
-                with pytest.raises(ExchangeUnavailable):
-                    await one.publish("a", b"lost")
-            async with NatsServer(ServerOptions(folders[1], port=port)):
-                await published(one, b"3")
-                await heard(b"1", b"2", b"3")
-                assert two.connections == 2
-            for task in reading:
-                task.cancel()
-
-    asyncio.run(main())
+        reading = [asyncio.ensure_future(read()), asyncio.ensure_future(collected(one, 99, 1000))]
+        async with NatsServer(ServerOptions(folders[0], port=port)) as server:
+            await published(one, b"1", b"2")
+            await heard(b"1", b"2")
+            os.kill(server.pid, signal.SIGKILL)
+            assert "signal 9" in str(await server.died())
+            await until(lambda: not (one.connected or two.connected))
+            with pytest.raises(ExchangeUnavailable):
+                await one.publish("a", b"lost")
+        async with NatsServer(ServerOptions(folders[1], port=port)):
+            await published(one, b"3")
+            await heard(b"1", b"2", b"3")
+            assert two.connections == 2
+        for task in reading:
+            task.cancel()
 
 
 def test_a_task_that_is_cancelled_just_as_the_server_s_reply_comes_ends(tmp_path: Path) -> None:

@@ -267,31 +267,25 @@ def test_the_last_failure_is_in_the_status_until_a_group_is_shared_and_is_logged
     assert [record.getMessage() for record in caplog.records] == [r"no group was shared: 'nobody\nis here'"]
 
 
-def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        answerer = Answers()
-        generator = generator_of(answerer, tmp_path, MemorySwarm(), GeneratorPace(2, 0.01, 3))
-        running = asyncio.ensure_future(generator.run())
-        await until(lambda: bool(generator.tally.shared))
-        answerer.failure = RequestRefused("too long")
-        await until(lambda: generator.status()["failure"] == "too long")
-        answerer.failure = None
-        await running
-
-    asyncio.run(main())
+async def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
+    answerer = Answers()
+    generator = generator_of(answerer, tmp_path, MemorySwarm(), GeneratorPace(2, 0.01, 3))
+    running = asyncio.ensure_future(generator.run())
+    await until(lambda: bool(generator.tally.shared))
+    answerer.failure = RequestRefused("too long")
+    await until(lambda: generator.status()["failure"] == "too long")
+    answerer.failure = None
+    await running
 
 
-def test_the_loops_of_a_peer_have_names_where_a_standstill_lists_what_waits(tmp_path: Path) -> None:
-    async def main() -> None:
-        generator = generator_of(Answers(), tmp_path, MemorySwarm(), GeneratorPace(2, 0.01))
-        running = asyncio.ensure_future(generator.run())
-        await until(lambda: bool(generator.tally.shared))
-        names = {line.partition(" waits in ")[0] for line in waits(asyncio.get_running_loop())}
-        assert names > {"swarm: listening", "swarm: reporting", "generator: listening and reporting"}
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(main())
+async def test_the_loops_of_a_peer_have_names_where_a_standstill_lists_what_waits(tmp_path: Path) -> None:
+    generator = generator_of(Answers(), tmp_path, MemorySwarm(), GeneratorPace(2, 0.01))
+    running = asyncio.ensure_future(generator.run())
+    await until(lambda: bool(generator.tally.shared))
+    names = {line.partition(" waits in ")[0] for line in waits(asyncio.get_running_loop())}
+    assert names > {"swarm: listening", "swarm: reporting", "generator: listening and reporting"}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 @pytest.mark.parametrize("each", [None, 100])

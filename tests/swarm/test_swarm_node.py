@@ -132,7 +132,7 @@ def test_uniform_has_no_cap_on_newcomers_and_a_step_waits_for_its_groups(
 
 
 @pytest.mark.parametrize(("take", "groups"), [("uniform", 2), ("trusted", 1)])
-def test_answers_given_before_are_refused_but_by_a_node_that_takes_by_chance(
+async def test_answers_given_before_are_refused_but_by_a_node_that_takes_by_chance(
     tmp_path: Path, take: str, groups: int
 ) -> None:
     letters = letters_in(tmp_path)
@@ -141,19 +141,16 @@ def test_answers_given_before_are_refused_but_by_a_node_that_takes_by_chance(
     node.verification.newcomer_rest = 0.0
     task = next(iter(service.tasks(Split.TRAIN)))
 
-    async def main() -> None:
-        running = asyncio.ensure_future(node.run())
-        for _ in range(2):
-            await offered(hub, node, task, "?")
-        await until(lambda: node.ready + node.ingress.refused[Reason.REPEATED] == 2)
-        assert node.ready == groups
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(main())
+    running = asyncio.ensure_future(node.run())
+    for _ in range(2):
+        await offered(hub, node, task, "?")
+    await until(lambda: node.ready + node.ingress.refused[Reason.REPEATED] == 2)
+    assert node.ready == groups
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
-def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_path: Path) -> None:
+async def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_path: Path) -> None:
     letters = letters_in(tmp_path)
     service, hub = JsonlService(letters, 0), MemorySwarm()
     swarm = SwarmConfig(external_groups=2, take="uniform", wait_s=60.0, round_offers=3)
@@ -168,19 +165,16 @@ def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_path: P
             await offered(hub, node, tasks.pop(), *(["?"] if one else []))
         return len(await taking)
 
-    async def main() -> None:
-        running = asyncio.ensure_future(node.run())
-        assert await taken(True, True, True) == 2
-        assert await taken(False, False, True) == 1  # the third group of the first round is none of this one's
-        assert node.ready == 0
-        node.settings = swarm.model_copy(update={"wait_s": 1e-3})
-        assert await taken() == 0
-        node.settings = swarm
-        assert await taken(True, True, True) == 2  # what was missing in one round is not awaited in the next
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(main())
+    running = asyncio.ensure_future(node.run())
+    assert await taken(True, True, True) == 2
+    assert await taken(False, False, True) == 1  # the third group of the first round is none of this one's
+    assert node.ready == 0
+    node.settings = swarm.model_copy(update={"wait_s": 1e-3})
+    assert await taken() == 0
+    node.settings = swarm
+    assert await taken(True, True, True) == 2  # what was missing in one round is not awaited in the next
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 def test_a_node_sends_no_faster_than_its_peers_admit(tmp_path: Path) -> None:

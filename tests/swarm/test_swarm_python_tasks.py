@@ -105,47 +105,44 @@ class Nobody:
         raise AssertionError("the environment scores")
 
 
-def test_a_conversation_is_played_again_by_a_node_that_has_its_task_by_any_name(tmp_path: Path) -> None:
+async def test_a_conversation_is_played_again_by_a_node_that_has_its_task_by_any_name(tmp_path: Path) -> None:
     game = replace(guess_number, name="mine", seed=3)
     theirs = [replace(guess_number, name="theirs")]
     renderer = renderer_of(ANSWERING["qwen3"])
 
-    async def main() -> None:
-        hub = MemorySwarm()
-        async with (
-            own_tasks([game]) as author_tasks,
-            own_tasks(theirs) as taker_tasks,
-        ):
-            author, taker = (
-                Node(Joined(hub.join(), own, Identity.fresh(), tmp_path / name, CONFIG), Nobody(), renderer, 2048)
-                for own, name in ((author_tasks, "a"), (taker_tasks, "b"))
-            )
-            running = [asyncio.ensure_future(node.run()) for node in (author, taker)]
-            group = await guessed(game)
-            author.offer(group)
-            await until(lambda: taker.ready == 1 or bool(taker.ingress.refused.total()))
-            assert not taker.ingress.refused, taker.ingress.refused
-            (taken,) = await taker.take(4, logprobs)
-            for one in running:
-                one.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-        assert taken.task.service == "theirs"
-        assert [rollout.reward.value for rollout in taken.rollouts] == [1.0, 0.0]
-        for mine, own in zip(group.rollouts, taken.rollouts, strict=True):
-            assert own.messages == mine.messages
-            (row,) = rows(own, 1.0)  # one row: every turn goes on from the one before
-            sampled = [token for token, mask in zip(row.tokens, row.mask, strict=True) if mask]
-            answers = [message.content for message in mine.messages if message.role is Role.ASSISTANT]
-            stop = renderer.stop_token_ids[0]
-            expected = [token for text in answers for token in (*renderer.token_ids(text), stop)]
-            assert sampled == expected
-            assert all(
-                value == -0.5 - (place - 1) / 100
-                for place, (value, mask) in enumerate(zip(row.logprobs, row.mask, strict=True))
-                if mask
-            )
-
-    asyncio.run(main())
+    hub = MemorySwarm()
+    async with (
+        own_tasks([game]) as author_tasks,
+        own_tasks(theirs) as taker_tasks,
+    ):
+        author, taker = (
+            Node(Joined(hub.join(), own, Identity.fresh(), tmp_path / name, CONFIG), Nobody(), renderer, 2048)
+            for own, name in ((author_tasks, "a"), (taker_tasks, "b"))
+        )
+        running = [asyncio.ensure_future(node.run()) for node in (author, taker)]
+        group = await guessed(game)
+        author.offer(group)
+        await until(lambda: taker.ready == 1 or bool(taker.ingress.refused.total()))
+        assert not taker.ingress.refused, taker.ingress.refused
+        (taken,) = await taker.take(4, logprobs)
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+    assert taken.task.service == "theirs"
+    assert [rollout.reward.value for rollout in taken.rollouts] == [1.0, 0.0]
+    for mine, own in zip(group.rollouts, taken.rollouts, strict=True):
+        assert own.messages == mine.messages
+        (row,) = rows(own, 1.0)  # one row: every turn goes on from the one before
+        sampled = [token for token, mask in zip(row.tokens, row.mask, strict=True) if mask]
+        answers = [message.content for message in mine.messages if message.role is Role.ASSISTANT]
+        stop = renderer.stop_token_ids[0]
+        expected = [token for text in answers for token in (*renderer.token_ids(text), stop)]
+        assert sampled == expected
+        assert all(
+            value == -0.5 - (place - 1) / 100
+            for place, (value, mask) in enumerate(zip(row.logprobs, row.mask, strict=True))
+            if mask
+        )
 
 
 def turned(offer: Offer, rollout: int, place: int, **changes: object) -> OfferedRollout:
@@ -156,41 +153,38 @@ def turned(offer: Offer, rollout: int, place: int, **changes: object) -> Offered
     return replace(one, turns=tuple(turns))
 
 
-def test_a_conversation_that_its_environment_would_not_have_is_refused() -> None:
-    async def main() -> None:
-        game = replace(guess_number, seed=5)
-        async with own_tasks([game]) as own:
-            group = await guessed(game)
-            claim = await own.claim(group.task)
-            offer = offer_of(group, claim, "m", 1.0)
-            task = await own.task(claim)
-            assert isinstance(task, Task)
-            found = await own.course(claim, task, offer.rollouts[0])
-            assert isinstance(found, Course)
-            assert found.reward == Reward(1.0)
-            cheats = [
-                turned(offer, 0, 1, content="Higher: it is 7."),
-                turned(offer, 0, 1, sampled=True, role=Role.ASSISTANT),
-                turned(offer, 1, 0, content=group.task.answer),  # found at once, and then it goes on
-                replace(offer.rollouts[1], turns=offer.rollouts[1].turns[:1]),  # the end is cut off
-                replace(offer.rollouts[0], turns=(*offer.rollouts[0].turns, OfferedTurn(Role.USER, "well done"))),
-                replace(offer.rollouts[0], turns=(OfferedTurn(Role.USER, "hi"),)),
-            ]
-            for cheat in cheats:
-                assert await own.course(claim, task, cheat) is Reason.OTHER_COURSE, cheat
-            for lie, reason in (
-                (replace(claim, truth="99"), Reason.WRONG_TRUTH),
-                (replace(claim, question="?"), Reason.WRONG_QUESTION),
-                (replace(claim, receipt=None), Reason.UNKNOWN_TASK),
-                (replace(claim, source="0" * 64), Reason.UNKNOWN_TASK),
-                (with_config(claim, '{"size": 1000}'), Reason.UNKNOWN_TASK),
-                (with_config(claim, "[" * 4000), Reason.UNKNOWN_TASK),
-            ):
-                assert await own.task(lie) is reason, lie
-            held_out = await own.claim(game.draw(Split.EVAL, 0))
-            assert await own.task(held_out) is Reason.HELD_OUT
-
-    asyncio.run(main())
+async def test_a_conversation_that_its_environment_would_not_have_is_refused() -> None:
+    game = replace(guess_number, seed=5)
+    async with own_tasks([game]) as own:
+        group = await guessed(game)
+        claim = await own.claim(group.task)
+        offer = offer_of(group, claim, "m", 1.0)
+        task = await own.task(claim)
+        assert isinstance(task, Task)
+        found = await own.course(claim, task, offer.rollouts[0])
+        assert isinstance(found, Course)
+        assert found.reward == Reward(1.0)
+        cheats = [
+            turned(offer, 0, 1, content="Higher: it is 7."),
+            turned(offer, 0, 1, sampled=True, role=Role.ASSISTANT),
+            turned(offer, 1, 0, content=group.task.answer),  # found at once, and then it goes on
+            replace(offer.rollouts[1], turns=offer.rollouts[1].turns[:1]),  # the end is cut off
+            replace(offer.rollouts[0], turns=(*offer.rollouts[0].turns, OfferedTurn(Role.USER, "well done"))),
+            replace(offer.rollouts[0], turns=(OfferedTurn(Role.USER, "hi"),)),
+        ]
+        for cheat in cheats:
+            assert await own.course(claim, task, cheat) is Reason.OTHER_COURSE, cheat
+        for lie, reason in (
+            (replace(claim, truth="99"), Reason.WRONG_TRUTH),
+            (replace(claim, question="?"), Reason.WRONG_QUESTION),
+            (replace(claim, receipt=None), Reason.UNKNOWN_TASK),
+            (replace(claim, source="0" * 64), Reason.UNKNOWN_TASK),
+            (with_config(claim, '{"size": 1000}'), Reason.UNKNOWN_TASK),
+            (with_config(claim, "[" * 4000), Reason.UNKNOWN_TASK),
+        ):
+            assert await own.task(lie) is reason, lie
+        held_out = await own.claim(game.draw(Split.EVAL, 0))
+        assert await own.task(held_out) is Reason.HELD_OUT
 
 
 def with_config(claim: Claim, config: str) -> Claim:
@@ -199,38 +193,35 @@ def with_config(claim: Claim, config: str) -> Claim:
     return replace(claim, receipt=receipt)
 
 
-def test_tool_calls_travel_as_messages_and_are_written_as_the_taker_s_template_does(tmp_path: Path) -> None:
+async def test_tool_calls_travel_as_messages_and_are_written_as_the_taker_s_template_does(tmp_path: Path) -> None:
     renderer = renderer_of(ANSWERING["qwen3"])
 
-    async def main() -> None:
-        hub = MemorySwarm()
-        async with own_tasks([calculator]) as own:
-            task = calculator.draw(Split.TRAIN, 0)
-            call = ToolCall("call_1", "calculator", json.dumps({"expression": task.messages[-1].content[8:13]}))
-            right = await played(calculator, task, [said("", call), said(task.answer or "")], "0")
-            wrong = await played(calculator, task, [said("", call), said("0.5")], "1")
-            claim = await own.claim(task)
-            offer = offer_of(Group("g", task, (right, wrong), 0), claim, "m", 1.0)
-            assert [turn.role for turn in offer.rollouts[0].turns] == [Role.ASSISTANT, Role.TOOL, Role.ASSISTANT]
-            assert [turn.sampled for turn in offer.rollouts[0].turns] == [True, False, True]
-            node = Node(Joined(hub.join(), own, Identity.fresh(), tmp_path, CONFIG), Nobody(), renderer, 4096)
-            running = asyncio.ensure_future(node.run())
-            author = Node(Joined(hub.join(), own, Identity.fresh(), tmp_path / "b", CONFIG), Nobody(), renderer, 4096)
-            sharing = asyncio.ensure_future(author.run())
-            author.offer(Group("g", task, (right, wrong), 0))
-            await until(lambda: node.ready == 1 or bool(node.ingress.refused.total()))
-            assert not node.ingress.refused, node.ingress.refused
-            (taken,) = await node.take(0, logprobs)
-            for one in (running, sharing):
-                one.cancel()
-            await asyncio.gather(running, sharing, return_exceptions=True)
-        assert [rollout.reward.value for rollout in taken.rollouts] == [1.0, 0.0]
-        answer = renderer.answer(taken.rollouts[0].turns[0].completion.token_ids, tools=True)
-        assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [
-            ("calculator", json.loads(call.arguments))
-        ]
-
-    asyncio.run(main())
+    hub = MemorySwarm()
+    async with own_tasks([calculator]) as own:
+        task = calculator.draw(Split.TRAIN, 0)
+        call = ToolCall("call_1", "calculator", json.dumps({"expression": task.messages[-1].content[8:13]}))
+        right = await played(calculator, task, [said("", call), said(task.answer or "")], "0")
+        wrong = await played(calculator, task, [said("", call), said("0.5")], "1")
+        claim = await own.claim(task)
+        offer = offer_of(Group("g", task, (right, wrong), 0), claim, "m", 1.0)
+        assert [turn.role for turn in offer.rollouts[0].turns] == [Role.ASSISTANT, Role.TOOL, Role.ASSISTANT]
+        assert [turn.sampled for turn in offer.rollouts[0].turns] == [True, False, True]
+        node = Node(Joined(hub.join(), own, Identity.fresh(), tmp_path, CONFIG), Nobody(), renderer, 4096)
+        running = asyncio.ensure_future(node.run())
+        author = Node(Joined(hub.join(), own, Identity.fresh(), tmp_path / "b", CONFIG), Nobody(), renderer, 4096)
+        sharing = asyncio.ensure_future(author.run())
+        author.offer(Group("g", task, (right, wrong), 0))
+        await until(lambda: node.ready == 1 or bool(node.ingress.refused.total()))
+        assert not node.ingress.refused, node.ingress.refused
+        (taken,) = await node.take(0, logprobs)
+        for one in (running, sharing):
+            one.cancel()
+        await asyncio.gather(running, sharing, return_exceptions=True)
+    assert [rollout.reward.value for rollout in taken.rollouts] == [1.0, 0.0]
+    answer = renderer.answer(taken.rollouts[0].turns[0].completion.token_ids, tools=True)
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == [
+        ("calculator", json.loads(call.arguments))
+    ]
 
 
 def written(tmp_path: Path, body: str, name: str = "odd") -> OwnTask:
@@ -342,7 +333,7 @@ def test_the_code_that_reads_peers_text_gets_nothing_of_this_machine(tmp_path: P
     assert not touched.exists()
 
 
-def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path) -> None:
+async def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path) -> None:
     """A task that pays short answers must not score an empty text in place of a user's sampled turn."""
     short = written(
         tmp_path,
@@ -357,17 +348,14 @@ def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path) -> No
         """,
     ).task
 
-    async def main() -> None:
-        async with own_tasks([short]) as own:
-            claim = await own.claim(short.draw(Split.TRAIN, 0))
-            task = await own.task(claim)
-            assert isinstance(task, Task)
-            for role in set(Role) - {Role.ASSISTANT}:
-                turn = OfferedTurn(role, "a long and wrong text", sampled=True)
-                found = await own.course(claim, task, OfferedRollout("", True, (turn,)))
-                assert found is Reason.OTHER_COURSE, role
-
-    asyncio.run(main())
+    async with own_tasks([short]) as own:
+        claim = await own.claim(short.draw(Split.TRAIN, 0))
+        task = await own.task(claim)
+        assert isinstance(task, Task)
+        for role in set(Role) - {Role.ASSISTANT}:
+            turn = OfferedTurn(role, "a long and wrong text", sampled=True)
+            found = await own.course(claim, task, OfferedRollout("", True, (turn,)))
+            assert found is Reason.OTHER_COURSE, role
 
 
 EVALUATES = """
@@ -386,27 +374,24 @@ PAYS_ALL = (
 )
 
 
-def test_what_happens_in_one_task_s_sandbox_reaches_no_other_task(tmp_path: Path) -> None:
+async def test_what_happens_in_one_task_s_sandbox_reaches_no_other_task(tmp_path: Path) -> None:
     hole = written(tmp_path, EVALUATES.format(name="hole"), "hole").task
     shadow = written(tmp_path, SUMS.replace("odd", "calendar"), "calendar").task
     body = "    from calendar import monthrange\n" + SUMS.replace("rng.randrange(100)", "monthrange(2024, 2)[1]", 1)
     honest = written(tmp_path, body).task
 
-    async def main() -> None:
-        async with own_tasks([hole, shadow, honest]) as own:
-            claims = [await own.claim(one.draw(Split.TRAIN, 0)) for one in (hole, shadow, honest)]
-            tasks = [await own.task(claim) for claim in claims]
-            assert all(isinstance(task, Task) for task in tasks)
-            attacked = await own.course(claims[0], tasks[0], OfferedRollout(PAYS_ALL))  # type: ignore[arg-type]
-            assert isinstance(attacked, Course)
-            found = await own.course(claims[2], tasks[2], OfferedRollout("wrong"))  # type: ignore[arg-type]
-            assert isinstance(found, Course)
-            assert found.reward == Reward(0.0)
-
-    asyncio.run(main())
+    async with own_tasks([hole, shadow, honest]) as own:
+        claims = [await own.claim(one.draw(Split.TRAIN, 0)) for one in (hole, shadow, honest)]
+        tasks = [await own.task(claim) for claim in claims]
+        assert all(isinstance(task, Task) for task in tasks)
+        attacked = await own.course(claims[0], tasks[0], OfferedRollout(PAYS_ALL))  # type: ignore[arg-type]
+        assert isinstance(attacked, Course)
+        found = await own.course(claims[2], tasks[2], OfferedRollout("wrong"))  # type: ignore[arg-type]
+        assert isinstance(found, Course)
+        assert found.reward == Reward(0.0)
 
 
-def test_an_exception_with_half_of_a_character_ends_no_sandbox(tmp_path: Path) -> None:
+async def test_an_exception_with_half_of_a_character_ends_no_sandbox(tmp_path: Path) -> None:
     counts = written(
         tmp_path,
         """
@@ -429,14 +414,11 @@ def test_an_exception_with_half_of_a_character_ends_no_sandbox(tmp_path: Path) -
         """,
     ).task
 
-    async def main() -> None:
-        async with own_tasks([counts]) as own:
-            claim = await own.claim(counts.draw(Split.TRAIN, 0))
-            task = await own.task(claim)
-            assert isinstance(task, Task)
-            assert isinstance(await own.course(claim, task, OfferedRollout('{"move": "\\ud800"}')), Reason)
-            second = await own.course(claim, task, OfferedRollout("a move"))
-            assert isinstance(second, Course)
-            assert second.reward == Reward(2.0), "another process played it"
-
-    asyncio.run(main())
+    async with own_tasks([counts]) as own:
+        claim = await own.claim(counts.draw(Split.TRAIN, 0))
+        task = await own.task(claim)
+        assert isinstance(task, Task)
+        assert isinstance(await own.course(claim, task, OfferedRollout('{"move": "\\ud800"}')), Reason)
+        second = await own.course(claim, task, OfferedRollout("a move"))
+        assert isinstance(second, Course)
+        assert second.reward == Reward(2.0), "another process played it"

@@ -74,69 +74,54 @@ def number_of(message: bytes) -> bytes:
     return message[: NUMBER.size]
 
 
-def test_work_goes_to_a_worker_up_to_its_limit_and_more_when_it_hands_in() -> None:
-    async def main() -> None:
-        service = Service()
-        waiting = [submitted(service) for _ in range(3)]
-        worker = joined(service, most=2)
-        first, _ = await sent(worker)
-        worker.take(number_of(first) + b"done")
-        assert len(await sent(worker)) == 1
-        assert [one.result() for one in waiting if one.done()] == [b"done"]
-
-    asyncio.run(main())
+async def test_work_goes_to_a_worker_up_to_its_limit_and_more_when_it_hands_in() -> None:
+    service = Service()
+    waiting = [submitted(service) for _ in range(3)]
+    worker = joined(service, most=2)
+    first, _ = await sent(worker)
+    worker.take(number_of(first) + b"done")
+    assert len(await sent(worker)) == 1
+    assert [one.result() for one in waiting if one.done()] == [b"done"]
 
 
-def test_work_goes_to_the_worker_with_less_of_it() -> None:
-    async def main() -> None:
-        service = Service()
-        workers = [joined(service), joined(service)]
-        waiting = [submitted(service, plays) for plays in (True,) * 4 + (False,) * 2]
-        assert [len(await sent(worker)) for worker in workers] == [3, 3]
-        assert not any(one.done() for one in waiting)
-
-    asyncio.run(main())
+async def test_work_goes_to_the_worker_with_less_of_it() -> None:
+    service = Service()
+    workers = [joined(service), joined(service)]
+    waiting = [submitted(service, plays) for plays in (True,) * 4 + (False,) * 2]
+    assert [len(await sent(worker)) for worker in workers] == [3, 3]
+    assert not any(one.done() for one in waiting)
 
 
-def test_draws_and_scores_take_no_rollout_s_place() -> None:
-    async def main() -> None:
-        service = Service()
-        waiting = [submitted(service, plays) for plays in (True, True, False, False)]
-        assert len(await sent(joined(service, most=1))) == 3
-        assert not any(one.done() for one in waiting)
-
-    asyncio.run(main())
+async def test_draws_and_scores_take_no_rollout_s_place() -> None:
+    service = Service()
+    waiting = [submitted(service, plays) for plays in (True, True, False, False)]
+    assert len(await sent(joined(service, most=1))) == 3
+    assert not any(one.done() for one in waiting)
 
 
-def test_a_lost_worker_s_jobs_are_lost_once_and_its_late_results_are_dropped() -> None:
-    async def main() -> None:
-        service = Service()
-        worker, waiting = joined(service), submitted(service)
-        (job,) = await sent(worker)
-        left(service, worker)
-        with pytest.raises(WorkerLost, match="has left"):
-            await waiting
-        worker.take(number_of(job) + b"late")
-
-    asyncio.run(main())
+async def test_a_lost_worker_s_jobs_are_lost_once_and_its_late_results_are_dropped() -> None:
+    service = Service()
+    worker, waiting = joined(service), submitted(service)
+    (job,) = await sent(worker)
+    left(service, worker)
+    with pytest.raises(WorkerLost, match="has left"):
+        await waiting
+    worker.take(number_of(job) + b"late")
 
 
-def test_a_job_without_a_waiting_caller_is_cancelled_and_its_result_dropped() -> None:
-    async def main() -> None:
-        service = Service()
-        waiting = submitted(service)
-        await asyncio.sleep(0)
-        waiting.cancel()
-        worker = joined(service)
-        assert await sent(worker) == []
-        taken = submitted(service)
-        (job,) = await sent(worker)
-        taken.cancel()
-        assert await sent(worker) == [number_of(job)]
-        worker.take(number_of(job) + b"late")
-        assert (waiting.cancelled(), taken.cancelled(), worker.running) == (True, True, 0)
-
-    asyncio.run(main())
+async def test_a_job_without_a_waiting_caller_is_cancelled_and_its_result_dropped() -> None:
+    service = Service()
+    waiting = submitted(service)
+    await asyncio.sleep(0)
+    waiting.cancel()
+    worker = joined(service)
+    assert await sent(worker) == []
+    taken = submitted(service)
+    (job,) = await sent(worker)
+    taken.cancel()
+    assert await sent(worker) == [number_of(job)]
+    worker.take(number_of(job) + b"late")
+    assert (waiting.cancelled(), taken.cancelled(), worker.running) == (True, True, 0)
 
 
 def test_a_service_has_one_version_at_a_time() -> None:
@@ -379,19 +364,16 @@ def test_a_result_or_a_failure_that_json_cannot_carry_is_answered_as_a_failure()
         asyncio.run(main(server))
 
 
-def test_a_service_has_as_many_free_places_as_its_workers_however_often_others_came() -> None:
-    async def main() -> None:
-        service = Service()
-        joined(service, most=2)
-        waiting = submitted(service)
-        for _ in range(20):
-            left(service, joined(service, most=4))
-        assert service.free.qsize() <= 2
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        assert service.free.qsize() == 2
-
-    asyncio.run(main())
+async def test_a_service_has_as_many_free_places_as_its_workers_however_often_others_came() -> None:
+    service = Service()
+    joined(service, most=2)
+    waiting = submitted(service)
+    for _ in range(20):
+        left(service, joined(service, most=4))
+    assert service.free.qsize() <= 2
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert service.free.qsize() == 2
 
 
 def test_a_process_that_scores_too_few_answers_scored_none() -> None:

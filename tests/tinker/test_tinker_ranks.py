@@ -29,19 +29,16 @@ async def started_and_gone(url: str) -> Gathered:
     raise AssertionError
 
 
-def test_a_tinker_server_waits_for_another_rank_when_one_ends_as_it_starts(tmp_path: Path) -> None:
-    async def main() -> None:
-        with RunServer() as server:
-            store = Store(tmp_path / "server.sqlite")
-            training = Training(store, ServerSettings({}, tmp_path), Futures(store), partial(_joined_trainer, server))
-            serving = asyncio.create_task(training.run())
-            await asyncio.sleep(0)
-            for _ in range(3):
-                asking = asyncio.create_task(started_and_gone(server.url))
-                await asyncio.wait({asking, serving}, return_when=asyncio.FIRST_COMPLETED)
-                assert not serving.done(), serving.exception()
-                assert (await asking).ranks == 1
-            serving.cancel()
-            await asyncio.wait({serving})
-
-    asyncio.run(main())
+async def test_a_tinker_server_waits_for_another_rank_when_one_ends_as_it_starts(tmp_path: Path) -> None:
+    with RunServer() as server:
+        store = Store(tmp_path / "server.sqlite")
+        training = Training(store, ServerSettings({}, tmp_path), Futures(store), partial(_joined_trainer, server))
+        serving = asyncio.create_task(training.run())
+        await asyncio.sleep(0)
+        for _ in range(3):
+            asking = asyncio.create_task(started_and_gone(server.url))
+            await asyncio.wait({asking, serving}, return_when=asyncio.FIRST_COMPLETED)
+            assert not serving.done(), serving.exception()
+            assert (await asking).ranks == 1
+        serving.cancel()
+        await asyncio.wait({serving})

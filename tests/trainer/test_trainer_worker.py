@@ -41,62 +41,61 @@ CONFIG = parse(
 )
 
 
-def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(tiny_model_dir: Path, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with local_ranks(tmp_path / "log", 1) as ranks:
-            child = ranks[0]
-            assert environment_of(child.pid)["OMP_WAIT_POLICY"] == "passive"
-            trainer = TrainerProcess(ranks, timeout_s=120)
-            with pytest.raises(TrainerError, match="refused Step: expected Start"):
-                await trainer.step([(ROW,)])
-            with pytest.raises(TrainerError, match=r"refused StartTrainer: .*nowhere"):
-                await trainer.start(tmp_path / "nowhere", CONFIG, 1)
+async def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    async with local_ranks(tmp_path / "log", 1) as ranks:
+        child = ranks[0]
+        assert environment_of(child.pid)["OMP_WAIT_POLICY"] == "passive"
+        trainer = TrainerProcess(ranks, timeout_s=120)
+        with pytest.raises(TrainerError, match="refused Step: expected Start"):
+            await trainer.step([(ROW,)])
+        with pytest.raises(TrainerError, match=r"refused StartTrainer: .*nowhere"):
+            await trainer.start(tmp_path / "nowhere", CONFIG, 1)
 
-            await trainer.start(tiny_model_dir, CONFIG, 1)
-            (first,), (sampled,) = [await trainer.logprobs([ROW.tokens], temperature=t) for t in (1.0, 0.5)]
-            drawn = replace(ROW, logprobs=(0.0, *sampled))
-            stats = await trainer.step([(drawn,), ()], version=0)
-            assert stats.updates == 1
-            assert stats.mismatch < 1e-5  # at the temperature of the rollouts
-            assert stats.mismatch_fresh == stats.mismatch
-            moved = await trainer.logprobs([ROW.tokens])
-            assert sum(moved[0]) > sum(first)
+        await trainer.start(tiny_model_dir, CONFIG, 1)
+        (first,), (sampled,) = [await trainer.logprobs([ROW.tokens], temperature=t) for t in (1.0, 0.5)]
+        drawn = replace(ROW, logprobs=(0.0, *sampled))
+        stats = await trainer.step([(drawn,), ()], version=0)
+        assert stats.updates == 1
+        assert stats.mismatch < 1e-5  # at the temperature of the rollouts
+        assert stats.mismatch_fresh == stats.mismatch
+        moved = await trainer.logprobs([ROW.tokens])
+        assert sum(moved[0]) > sum(first)
 
-            with pytest.raises(TrainerError, match="expected ids in"):
-                await trainer.step([(Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),)])
-            assert isinstance(answer_from(await child.call(b"\x01nonsense", 120)), TrainerFailed)
-            with pytest.raises(TrainerError, match="cannot be written"):
-                await trainer.save(tmp_path / "nowhere")
+        with pytest.raises(TrainerError, match="expected ids in"):
+            await trainer.step([(Sample((1, 10**6), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0)),)])
+        assert isinstance(answer_from(await child.call(b"\x01nonsense", 120)), TrainerFailed)
+        with pytest.raises(TrainerError, match="cannot be written"):
+            await trainer.save(tmp_path / "nowhere")
 
-            assert await trainer.save(tmp_path) > 0
-            assert await trainer.write_version(tmp_path / "published.safetensors") > 0
-            published, saved = (load_file(tmp_path / f"{name}.safetensors") for name in ("published", "model"))
-            assert published.keys() == saved.keys()
-            later = tmp_path / "later"
-            later.mkdir()
-            await trainer.save(later, later=True)
-            await trainer.step([(ROW,)])  # while the copies are written
+        assert await trainer.save(tmp_path) > 0
+        assert await trainer.write_version(tmp_path / "published.safetensors") > 0
+        published, saved = (load_file(tmp_path / f"{name}.safetensors") for name in ("published", "model"))
+        assert published.keys() == saved.keys()
+        later = tmp_path / "later"
+        later.mkdir()
+        await trainer.save(later, later=True)
+        await trainer.step([(ROW,)])  # while the copies are written
+        await trainer.finish_save(later)
+        with pytest.raises(TrainerError, match="expected files that are being written, got none"):
             await trainer.finish_save(later)
-            with pytest.raises(TrainerError, match="expected files that are being written, got none"):
-                await trainer.finish_save(later)
-            assert all(
-                (later / f"{name}.safetensors").read_bytes() == (tmp_path / f"{name}.safetensors").read_bytes()
-                for name in ("model", "optimizer")
-            )
-            before = (tmp_path / "before.safetensors", later / "published.safetensors")
-            await trainer.write_version(before[0])
-            await trainer.write_version(before[1], later=True)
-            written = asyncio.create_task(trainer.finish_save(later))
-            await trainer.step([(ROW,)])  # which changes the weights, and nothing of what was copied
-            await written
-            assert before[0].read_bytes() == before[1].read_bytes() != (tmp_path / "published.safetensors").read_bytes()
-            assert await trainer.load(tmp_path) > 0
-            assert await trainer.logprobs([ROW.tokens]) == moved
+        assert all(
+            (later / f"{name}.safetensors").read_bytes() == (tmp_path / f"{name}.safetensors").read_bytes()
+            for name in ("model", "optimizer")
+        )
+        before = (tmp_path / "before.safetensors", later / "published.safetensors")
+        await trainer.write_version(before[0])
+        await trainer.write_version(before[1], later=True)
+        written = asyncio.create_task(trainer.finish_save(later))
+        await trainer.step([(ROW,)])  # which changes the weights, and nothing of what was copied
+        await written
+        assert before[0].read_bytes() == before[1].read_bytes() != (tmp_path / "published.safetensors").read_bytes()
+        assert await trainer.load(tmp_path) > 0
+        assert await trainer.logprobs([ROW.tokens]) == moved
 
-            child._writer.close()
-            assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
-
-    asyncio.run(main())
+        child._writer.close()
+        assert (await asyncio.wait_for(child.died(), 20)).returncode == 0
 
 
 @pytest.mark.parametrize(

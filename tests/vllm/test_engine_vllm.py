@@ -128,7 +128,7 @@ def test_weights_under_way_and_every_token_has_the_version_that_drew_it(
     asked(url, model_dir, body, on_update)
 
 
-def test_the_base_path_aborts_keeps_the_partial_answer_and_sends_it_again(
+async def test_the_base_path_aborts_keeps_the_partial_answer_and_sends_it_again(
     url: str, model_dir: Path, versions: list[Path]
 ) -> None:
     class Older(VLLM):
@@ -137,25 +137,22 @@ def test_the_base_path_aborts_keeps_the_partial_answer_and_sends_it_again(
         async def abilities(self) -> Abilities:
             return replace(await super().abilities(), keeps_requests=False)
 
-    async def run() -> None:
-        sampling = Sampling(8)
-        engine = await ForeignEngine.start(Older(url), on_update="recompute", model_dir=model_dir, sampling=sampling)
-        assert engine.how is StopMode.ABORT
-        pool = EnginePool()
-        await pool.join("vllm", engine)
-        tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(450, seed=i), n=2)) for i in range(12)]
-        for version in (1, 2):
-            await more_drawn(engine, 500, tasks)
-            await pool.update_weights(version, versions[version])
-        answers = [completion for task in tasks for completion in await task]
-        assert all(len(c.token_ids) == 450 and c.finish_reason is FinishReason.LENGTH for c in answers)
-        assert all(set(c.versions) <= {0, 1, 2} for c in answers)
-        assert any(set(c.versions) == {0, 1, 2} for c in answers)  # cut off twice; on a busy machine not all are
-        for i in (0, 11):
-            assert_drawn_by_its_versions(answers[2 * i + 1], [*PROMPT, i], model_dir, versions)
-        await pool.aclose()
-
-    asyncio.run(run())
+    sampling = Sampling(8)
+    engine = await ForeignEngine.start(Older(url), on_update="recompute", model_dir=model_dir, sampling=sampling)
+    assert engine.how is StopMode.ABORT
+    pool = EnginePool()
+    await pool.join("vllm", engine)
+    tasks = [asyncio.create_task(pool.generate([*PROMPT, i], Sampling(450, seed=i), n=2)) for i in range(12)]
+    for version in (1, 2):
+        await more_drawn(engine, 500, tasks)
+        await pool.update_weights(version, versions[version])
+    answers = [completion for task in tasks for completion in await task]
+    assert all(len(c.token_ids) == 450 and c.finish_reason is FinishReason.LENGTH for c in answers)
+    assert all(set(c.versions) <= {0, 1, 2} for c in answers)
+    assert any(set(c.versions) == {0, 1, 2} for c in answers)  # cut off twice; on a busy machine not all are
+    for i in (0, 11):
+        assert_drawn_by_its_versions(answers[2 * i + 1], [*PROMPT, i], model_dir, versions)
+    await pool.aclose()
 
 
 def test_a_server_that_lost_its_weights_is_given_the_newest_again(
