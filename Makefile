@@ -64,10 +64,10 @@ growth: $(VENV)/dev-installed
 	$(BIN)/python -m benchmarks.growth 20000
 
 # The rehearsal beside closed forms, published figures and real runs, and faults at any await: one JSON line.
-# SEEDS=100000 takes hours.
-SEEDS := 2000
+# Each call adds FAULT_SEEDS to results/faults.jsonl; 100000 take two hours of a core.
+FAULT_SEEDS ?= 2000
 rehearsal: $(VENV)/dev-installed
-	PYTHONPATH=tests/support $(BIN)/python -m experiments.rehearsal --seeds $(SEEDS)
+	PYTHONPATH=tests/support $(BIN)/python -m experiments.rehearsal --seeds $(FAULT_SEEDS)
 
 # Faults at random instants of real runs; each call adds to benchmarks/chaos/results.jsonl, and the sum is printed.
 MINUTES := 60
@@ -229,8 +229,8 @@ adversary: $(VENV)/dev-installed
 	@PYTHONPATH=src:tests/support:. $(BIN)/python tests/support/adversary.py $(SEEDS)
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
-EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing question_pool sapo \
-	sapo_real sapo_stacked swe time_machine
+EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing question_pool \
+	rehearsed_runs sapo sapo_real sapo_stacked swe time_machine
 .PHONY: $(EXPERIMENTS)
 $(EXPERIMENTS): $(VENV)/shoal-installed
 	$(BIN)/python -m experiments.$@

@@ -17,6 +17,7 @@ from experiments.rehearsal.published import areal, step_times
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+FAULTS = "faults.jsonl"
 PARTS: Mapping[str, Callable[[], Sequence[Mapping[str, object]]]] = {
     "closed_form": closed_forms,
     "own_runs": own_runs,
@@ -28,8 +29,7 @@ PARTS: Mapping[str, Callable[[], Sequence[Mapping[str, object]]]] = {
 def main(arguments: list[str]) -> None:
     """Runs the parts that have no results yet, or those named, and prints the figures."""
     parser = argparse.ArgumentParser(prog="experiments.rehearsal")
-    parser.add_argument("--seeds", type=int, default=0, help="seeds of faults; 0 keeps the results there are")
-    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seeds", type=int, default=0, help="further seeds of faults")
     parser.add_argument("--only", choices=PARTS, action="append")
     parser.add_argument("--results", type=Path, default=HERE / "results")
     options = parser.parse_args(arguments)
@@ -39,9 +39,10 @@ def main(arguments: list[str]) -> None:
         rows = PARTS[name]()
         _write(options.results / f"{name}.json", {**_where(began_s), "rows": rows})
     if options.seeds:
-        script = [sys.executable, "tests/support/rehearsal_seeds.py", str(options.first), str(options.seeds)]
-        with (options.results / "faults.jsonl").open("w") as file:
+        with (options.results / FAULTS).open("a") as file:
             print(json.dumps(_where(time.process_time())), file=file, flush=True)
+            first = sum(row["fault_seeds"] for row in _faults(options.results))
+            script = [sys.executable, "tests/support/rehearsal_seeds.py", str(first), str(options.seeds)]
             subprocess.run(script, cwd=ROOT, check=True, stdout=file)
     print(json.dumps(figures(options.results)))
 
@@ -49,12 +50,14 @@ def main(arguments: list[str]) -> None:
 def figures(results: Path) -> dict[str, object]:
     """The figures of the files of results."""
     found = {name: json.loads((results / f"{name}.json").read_text())["rows"] for name in PARTS}
-    file = results / "faults.jsonl"
-    faults = list(map(json.loads, file.read_text().splitlines()[1:])) if file.is_file() else []
-    own = [row for row in found["own_runs"] if not row["fitted"]]
+    faults = _faults(results)
+    real = json.loads((HERE.parent / "rehearsed_runs" / "results" / "results.json").read_text())[0]
+    newest = real[max(real)]
     return {
-        "configs": len(own),
-        "median_error": round(median(abs(row["error"]) for row in own), 3),
+        "configs": newest["configs"],
+        "median_error": newest["median_error"],
+        "own_staleness_error": newest["median_staleness_error"],
+        "intervals_hold": newest["within"],
         "areal": [row["rehearsed"] for row in found["areal"]],
         "areal_errors": [row["error"] for row in found["areal"]],
         "staleness_error": round(median(abs(row["error"]) for row in found["closed_form"]), 4),
@@ -63,6 +66,13 @@ def figures(results: Path) -> dict[str, object]:
         "fault_seeds": sum(row["fault_seeds"] for row in faults),
         "violations": sum(row[kind] for row in faults for kind in ("lost", "doubled", "stale", "standstills")),
     }
+
+
+def _faults(results: Path) -> list[Mapping[str, int]]:
+    """Sums of a thousand seeds each; the other lines say where they ran."""
+    file = results / FAULTS
+    rows = map(json.loads, file.read_text().splitlines()) if file.is_file() else ()
+    return [row for row in rows if "fault_seeds" in row]
 
 
 def _where(began_s: float) -> dict[str, object]:
