@@ -76,9 +76,9 @@ def setting_cases() -> Iterator[Case]:
         for key in kind.model_fields:
             arguments = [f"--train.loss.name={loss}", f"--train.loss.{key}=[inf]"]
             yield Case(f"{loss}.{key}", ["train", "CONFIG", "--dry-run", *arguments], "train.loss")
-    for field in ("engine.urls", "reward.urls"):
-        for url in URLS:
-            yield Case(f"{field}={url}", ["train", "CONFIG", "--dry-run", f"--{field}=[{json.dumps(url)}]"], field)
+    for url in URLS:
+        arguments = ["train", "CONFIG", "--dry-run", f"--engine.urls=[{json.dumps(url)}]"]
+        yield Case(f"engine.urls={url}", arguments, "engine.urls")
     for url in NATS_URLS:
         arguments = ["train", "CONFIG", "--dry-run", f"--swarm.servers=[{json.dumps(url)}]"]
         yield Case(f"swarm.servers={url}", arguments, "swarm.servers")

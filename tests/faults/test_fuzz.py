@@ -61,5 +61,5 @@ def test_no_server_answers_to_a_name_of_another_site_or_reads_a_body_that_needs_
             }
 
     refused = [421, 421, 415, 415]
-    names = ("gateway", "tasks", "rewards", "human", "judge", "view")
+    names = ("gateway", "tasks", "human", "judge", "view")
     assert asyncio.run(asked()) == dict.fromkeys(names, refused)

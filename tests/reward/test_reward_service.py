@@ -1,18 +1,13 @@
 """Every checker through one scorer: what is run where, what is kept, and what other machines and models are asked."""
 
 import asyncio
-import contextlib
 import json
 import os
 import re
-import signal
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-import aiohttp
 import psutil
 import pytest
 from starlette.applications import Starlette
@@ -26,11 +21,8 @@ from shoal.errors import EngineError
 from shoal.net.server import serving
 from shoal.reward.cache import RewardCache
 from shoal.reward.llm_judge import score_in
-from shoal.reward.remote import RemoteScorer
-from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
 from shoal.types import Json, Message, Reward, RewardStatus, Role, Task
-from until import until
 
 T = TypeVar("T")
 ADD: Json = [{"call": "add", "args": [1, 2], "returns": 3}]
@@ -240,121 +232,3 @@ def test_only_a_last_line_of_the_right_form_is_a_judges_score(reply: str) -> Non
     with pytest.raises(EngineError):
         score_in(reply, "ab", 10)
     assert score_in("Well.\n**SCORE-ab: 7**\n", "ab", 10) == 7
-
-
-@contextlib.contextmanager
-def reward_server(token: str = "", *options: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """`shoal rewards serve` as a user starts it."""
-    command = [str(Path(sys.executable).with_name("shoal")), "rewards", "serve", "--port", "0", "--workers", "1"]
-    environment = {**os.environ, "SHOAL_REWARDS_TOKEN": token}
-    with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True, env=environment) as served:
-        try:
-            assert served.stdout is not None
-            yield served.stdout.readline().strip(), served
-        finally:
-            served.send_signal(signal.SIGINT)
-            served.wait(timeout=20)
-
-
-async def asked_for(url: str, body: bytes, token: str) -> int:
-    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    async with aiohttp.ClientSession() as session, session.post(f"{url}/score", data=body, headers=headers) as answer:
-        return answer.status
-
-
-def test_other_machines_score_and_one_that_dies_is_made_up_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("SHOAL_REWARDS_TOKEN", "secret")
-    code = task("code", None, tests=ADD)
-    answers = ["def add(a, b): return a + b", "def add(a, b): return 0"]
-    log = tmp_path / "log"
-    with reward_server("secret", f"--log={log}") as (one, first), reward_server("secret") as (other, _):
-        assert log.read_text() == "", "which would have the words of a worker that cannot start"
-
-        async def work(service: RewardService) -> None:
-            assert service.pids == []
-            assert values(await service.score(code, answers)) == [1.0, 0.0]
-            assert values(await service.score(task("math", "1/2"), ["0.5", "2"])) == [1.0, 0.0]
-            first.kill()
-            groups = [service.score(task("exact", str(number)), [str(number), "x"]) for number in range(8)]
-            assert [values(rewards) for rewards in await asyncio.gather(*groups)] == [[1.0, 0.0]] * 8
-            good = b'{"scorer": {"name": "exact"}, "answers": ["1"], "truth": "1"}'
-            assert await asked_for(other, good, "secret") == 200
-            assert await asked_for(other, good, "wrong") == 401
-            assert await asked_for(other, b"{", "secret") == 400
-            backwards = b'{"scorer": {"name": "code", "timeout_s": -1}, "answers": ["1"]}'
-            assert await asked_for(other, backwards, "secret") == 400
-            for forbidden in (
-                b'{"name": "function", "path": "os:system"}',
-                b'{"name": "judge", "url": "http://x", "model": "m", "rubric": "r"}',
-                b'{"name": "code", "timeout_s": 3600}',
-                b'{"name": "code", "memory_mb": 100000}',
-            ):
-                body = b'{"answers": ["1"], "scorer": {"name": "weighted", "parts": [{"scorer": %s}]}}' % forbidden
-                assert await asked_for(other, body, "secret") == 403
-            async with aiohttp.ClientSession() as session, session.get(f"{other}/metrics") as answer:
-                assert "shoal_rewards_answers_total" in await answer.text()
-            async with aiohttp.ClientSession() as session, session.get(f"{other}/health") as answer:
-                assert (await answer.json())["status"] == "ok"
-
-        run(work, urls=[one, other])
-
-
-def test_a_server_bounds_tests_answers_and_what_it_holds_of_uploads() -> None:
-    one = {"stdin": "", "stdout": "1"}
-
-    def body(tests: object, answers: int, timeout_s: float = 60.0) -> bytes:
-        scorer = {"name": "code", "timeout_s": timeout_s}
-        request = {"scorer": scorer, "answers": ["x"] * answers, "info": json.dumps({"tests": tests})}
-        return json.dumps(request).encode()
-
-    async def held(arrived: asyncio.Event, go_on: asyncio.Event) -> AsyncIterator[bytes]:
-        yield b'{"scorer": {"name": "exact"}, "truth": "1", "answers": ["1"], "info": "' + b" " * 60_000
-        arrived.set()
-        await go_on.wait()
-        yield b'"}'
-
-    async def work(service: RewardService) -> None:
-        server = RewardServer(service, most_held_bytes=100_000)
-        async with serving(server.app) as url:
-            assert await asked_for(url, body([one] * 1025, 1, 1.0), "") == 403
-            assert await asked_for(url, body([one] * 100, 100), "") == 403
-            assert await asked_for(url, body([], 1), "") == 400
-            arrived, go_on = asyncio.Event(), asyncio.Event()
-            async with aiohttp.ClientSession() as session:
-                headers = {"Content-Type": "application/json"}
-                slow = asyncio.create_task(session.post(f"{url}/score", data=held(arrived, go_on), headers=headers))
-                await arrived.wait()
-                await until(lambda: server.held_bytes >= 60_000)
-                assert await asked_for(url, b" " * 60_000, "") == 503  # together they would be too much
-                go_on.set()
-                assert (await slow).status == 200
-            await until(lambda: server.held_bytes == 0)
-
-    run(work)
-
-
-async def test_servers_that_say_nothing_or_something_else_are_a_failure_and_not_a_score() -> None:
-    bodies = [b"<html>", b'{"rewards": []}', b'{"rewards": "\xff"}']
-
-    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readuntil(b"\r\n\r\n")
-        body = bodies.pop() if bodies else b""
-        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
-        await writer.drain()
-        writer.close()
-
-    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
-        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        scorer = RemoteScorer([url, url, url, "http://127.0.0.1:9"])
-        rewards = await scorer.score_by(Exact(), task("exact", "1"), ["1"])
-        await scorer.aclose()
-    assert values(rewards) == ["failed"]
-    assert "http://127.0.0.1:" in rewards[0].evidence
-    assert not bodies
-
-
-def test_a_server_that_others_can_reach_wants_a_token() -> None:
-    command = [str(Path(sys.executable).with_name("shoal")), "rewards", "serve", "--host", "0.0.0.0"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ})
-    assert done.returncode == 2
-    assert "set SHOAL_REWARDS_TOKEN" in done.stderr

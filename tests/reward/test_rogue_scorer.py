@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checker import Exact
+from shoal.cluster.registry import RewardsRole
 from shoal.reward.remote import RemoteScorer
 from shoal.types import Reward, RewardStatus, Task
-from stub_server import Stub, stubbed
 
 RIGHT: dict[str, Any] = {"value": 1.0, "status": "scored", "parts": [["exact", 1.0]], "evidence": ""}
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4) | st.just([]) | st.just({})
@@ -20,17 +20,29 @@ rewards = st.lists(
 )
 
 
+class Scorer:
+    """A scorer that has joined, and gives one answer."""
+
+    running = 0
+
+    def __init__(self, name: str, answer: bytes) -> None:
+        self.name, self.answer, self.asked = name, answer, 0
+
+    async def call(self, request: bytes, timeout_s: float) -> bytes:
+        self.asked += 1
+        return self.answer
+
+
 def scored(body: bytes) -> tuple[list[Reward], int]:
     """Rewards by a scorer that gives `body` and an honest one, and how often the first was asked in two questions."""
 
     async def run() -> tuple[list[Reward], int]:
-        rogue, honest = Stub(otherwise=(200, body)), Stub(otherwise=(200, json.dumps({"rewards": [RIGHT]}).encode()))
-        async with stubbed(rogue) as one, stubbed(honest) as other:
-            scorer = RemoteScorer([one, other])
+        rogue, honest = Scorer("rogue", body), Scorer("honest", json.dumps({"rewards": [RIGHT]}).encode())
+        scorer = RemoteScorer()
+        async with scorer.joined(RewardsRole(), rogue), scorer.joined(RewardsRole(), honest):
             for _ in range(2):
                 found = await scorer.score_by(Exact(), Task("t", "s", (), "1"), ["1"])
-            await scorer.aclose()
-        return found, len(rogue.asked)
+        return found, rogue.asked
 
     return asyncio.run(run())
 
@@ -48,3 +60,23 @@ def test_whatever_a_rogue_scorer_answers_the_rewards_are_whole(given_rewards: ob
 def test_a_scorer_that_fails_at_once_rests_and_another_one_is_asked(wrong: dict[str, Any]) -> None:
     (reward,), asked = scored(json.dumps({"rewards": [RIGHT | wrong]}).encode())
     assert (reward.status, reward.value, asked) == (RewardStatus.SCORED, 1.0, 1)
+
+
+def test_a_scorer_that_says_something_else_is_a_failure_and_not_a_score() -> None:
+    class Babbler(Scorer):
+        def __init__(self, name: str) -> None:
+            super().__init__(name, b"")
+            self.said = [b"<html>", b'{"rewards": []}', b'{"rewards": "\xff"}', b'{"rewards": [], "refused": "no"}']
+
+        async def call(self, request: bytes, timeout_s: float) -> bytes:
+            return self.said.pop(0)
+
+    async def run() -> list[Reward]:
+        scorer, only = RemoteScorer(), Babbler("only")
+        async with scorer.joined(RewardsRole(), only):
+            found = await scorer.score_by(Exact(), Task("t", "s", (), "1"), ["1"])
+        assert only.said == []
+        return found
+
+    (reward,) = asyncio.run(run())
+    assert (reward.status, reward.evidence) == (RewardStatus.FAILED, "only: no")

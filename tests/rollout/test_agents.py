@@ -372,7 +372,7 @@ def test_what_a_command_prints_is_never_its_outcome() -> None:
 
 def test_a_command_gets_the_variables_that_are_named_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("SHOAL_REWARDS_TOKEN", "secret")
+    monkeypatch.setenv("SHOAL_RUN_TOKEN", "secret")
     monkeypatch.setenv("GAME", "chess")
     (rollout,) = played(command(f"{ASK}ends(answer=' '.join(sorted(os.environ)) + task['answer'])", ["GAME"]))
     assert rollout.reward.value == 1.0

@@ -16,8 +16,12 @@ import pytest
 from aiohttp import ClientSession, web
 
 from engine_server import TOKEN, Server, threaded
+from shoal.cluster.registry import RewardsRole
 from shoal.engine.server.http_client import TOKEN_VARIABLE
 from shoal.experience.audit import audit
+from shoal.net.client import TOKEN_VARIABLE as RUN_TOKEN
+from shoal.net.joining import Answering, hold_lease
+from shoal.net.listening import free_port
 from train_runs import events, start
 from until import until
 
@@ -86,13 +90,22 @@ def without_sets(path: str, body: Any) -> Any:
     return body
 
 
-async def scored(request: web.Request) -> web.Response:
+async def scored(request: bytes) -> bytes:
     """An honest scorer by `contains`."""
-    asked = await request.json()
+    asked = json.loads(request)
     values = [float(asked["truth"] in answer) for answer in asked["answers"]]
-    return web.json_response(
-        {"rewards": [{"value": value, "status": "scored", "parts": [], "evidence": ""} for value in values]}
-    )
+    rewards = [{"value": value, "status": "scored", "parts": [], "evidence": ""} for value in values]
+    return json.dumps({"rewards": rewards}).encode()
+
+
+def joined(url: str, answer: Answering) -> "asyncio.Task[None]":
+    """A scorer that joins a run, and answers so."""
+
+    @asynccontextmanager
+    async def work(_: object) -> AsyncIterator[Answering]:
+        yield answer
+
+    return asyncio.create_task(hold_lease(url, TOKEN, RewardsRole(), lambda sentence: None, work))
 
 
 @pytest.mark.timeout(600)
@@ -114,8 +127,8 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
 ) -> None:
     wrong = itertools.cycle(WRONG_REWARDS)
 
-    async def misscored(request: web.Request) -> web.Response:
-        return web.Response(body=next(wrong), content_type="application/json")
+    async def misscored(request: bytes) -> bytes:
+        return next(wrong)
 
     def steps() -> int:
         metrics = tmp_path / "run" / "metrics.jsonl"
@@ -123,13 +136,16 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
 
     async def run(honest: Server, behind: Server) -> None:
         rogue = Rogue(behind, lie)
-        async with served(rogue.answer) as url, served(scored) as scorer, served(misscored) as rogue_scorer:
+        at = f"127.0.0.1:{free_port()}"
+        scorers = [joined(f"http://{at}", answer) for answer in (misscored, scored)]
+        given = {TOKEN_VARIABLE: TOKEN, RUN_TOKEN: TOKEN}
+        async with served(rogue.answer) as url:
             where = [
                 *settings,
                 f'--engine.urls=["{honest.url}", "{url}"]',
-                f'--reward.urls=["{rogue_scorer}", "{scorer}"]',
+                *("--reward.workers=0", f"--cluster.listen={at}"),
             ]
-            process = start(tmp_path, tiny_model_dir, *FOR_LONG, *where, **{TOKEN_VARIABLE: TOKEN})
+            process = start(tmp_path, tiny_model_dir, *FOR_LONG, *where, **given)
             await until(lambda: steps() >= 3 or process.poll() is not None, 240)
             rogue.lies = True
             await until(lambda: process.poll() is not None or f"{url}" in left_out(tmp_path / "run"), 240)
@@ -141,9 +157,12 @@ def test_a_run_leaves_out_the_engine_that_turns_rogue_and_goes_on(
             if not resumes:
                 return
             more = f"--train.steps={steps() + 10}"
-            process = start(tmp_path, tiny_model_dir, "--resume", more, *where, **{TOKEN_VARIABLE: TOKEN})
+            process = start(tmp_path, tiny_model_dir, "--resume", more, *where, **given)
             err = (await asyncio.to_thread(process.communicate, timeout=240))[1]
             assert process.returncode == 0, err
+        for scorer in scorers:
+            scorer.cancel()
+        await asyncio.gather(*scorers, return_exceptions=True)
 
     with threaded(tiny_model_dir) as honest, threaded(tiny_model_dir) as behind:
         asyncio.run(run(honest, behind))

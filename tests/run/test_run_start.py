@@ -179,7 +179,7 @@ def test_settings_that_a_resumed_run_was_not_started_with_are_named(tmp_path: Pa
 
 
 def test_credentials_of_urls_are_in_a_file_of_its_owner_alone_and_a_resume_has_them(tmp_path: Path) -> None:
-    urls: dict[str, Any] = {"swarm": {"servers": ["nats://secret@reef:4222"]}, "reward": {"urls": ["http://a:b@c:1"]}}
+    urls: dict[str, Any] = {"swarm": {"servers": ["nats://secret@reef:4222"]}, "engine": {"urls": ["http://a:b@c:1"]}}
     config = parse({"tasks": [{"name": "gcd"}], **urls})
     left = tmp_path / "credentials.json.unfinished"
     left.touch(0o644)  # by a process that was killed
@@ -195,7 +195,7 @@ def test_credentials_of_urls_are_in_a_file_of_its_owner_alone_and_a_resume_has_t
     assert changed_settings(config, tmp_path) == []
     assert load(resolved, ["swarm.servers=[]"]).swarm.servers == []
     (tmp_path / "credentials.json").unlink()
-    with pytest.raises(ConfigError, match=r"reward\.urls\.0: expected credentials in place of \*\*\*"):
+    with pytest.raises(ConfigError, match=r"engine\.urls\.0: expected credentials in place of \*\*\*"):
         run_training(load(resolved))
 
 
@@ -224,11 +224,10 @@ def test_a_dry_run_tries_every_server_and_refuses_a_run_without_one_that_it_need
             return asyncio.run(check_urls(parse({"tasks": [{"name": "gcd"}], **settings}), services))
 
         swarm = away.replace("http://", "nats://user:secret@")
-        found = reached([], engine={"urls": [there, away]}, reward={"urls": [there]}, swarm={"servers": [swarm]})
+        found = reached([], engine={"urls": [there, away]}, swarm={"servers": [swarm]})
         assert found == {away: "Connection refused", swarm.replace("user:secret", "***"): "Connection refused"}
-        for setting in ("engine", "reward"):
-            with pytest.raises(ConfigError, match=rf"{setting}\.urls: expected a server .* at {away}, got: Connection"):
-                reached([], **{setting: {"urls": [away]}})
+        with pytest.raises(ConfigError, match=rf"engine\.urls: expected a server .* at {away}, got: Connection"):
+            reached([], engine={"urls": [away]})
         with pytest.raises(ConfigError, match=rf"scorer\.url: expected a server that can be reached at {away}"):
             reached(tasks)
 

@@ -208,7 +208,7 @@ def test_refused_updates_and_steps_that_teach_nothing_are_events_of_their_step(t
 
 def test_a_task_whose_reward_is_correct_is_worth_one_or_zero_and_the_others_keep_their_marks(tmp_path: Path) -> None:
     tasks = [{"name": "marked"}, {"name": "strict", "reward": "correct"}]
-    config = parse({"tasks": tasks, "reward": {"urls": ["http://127.0.0.1:9"]}})
+    config = parse({"tasks": tasks, "reward": {"workers": 0}, "cluster": {"listen": "127.0.0.1:9"}})
     author = SimpleNamespace(draw=lambda rng: "?", score=lambda asked, answer: float(answer))
     environments = {name: Definition(name, author) for name in ("marked", "strict")}
     prepared: Any = SimpleNamespace(config=config, environments=environments)

@@ -1,6 +1,6 @@
 """Hostile requests against every server of Shoal: `python tests/support/fuzz_servers.py 100000`.
 
-The gateway, the task server, the rewards server, the human page, the judge and the view run in one process, the engine
+The gateway, the task server, the human page, the judge and the view run in one process, the engine
 in its own as always; all with their real applications over real HTTP. `fuzz_attack` says what is sent.
 """
 
@@ -39,7 +39,6 @@ from shoal.net.identity import Identity
 from shoal.net.server import serving
 from shoal.observe.runs import watched
 from shoal.observe.view.server import ViewServer
-from shoal.reward.server import RewardServer
 from shoal.reward.service import RewardService
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.swarm.human.human_node import HumanNode
@@ -149,24 +148,6 @@ def tasks_target(token: str) -> Target:
     return Target({}, ["/v1/status", "/v1/roles", "/v1/join"], {"Authorization": f"Bearer {token}"})
 
 
-def rewards_target() -> Target:
-    """Checkers that need no sandbox, and one that does."""
-    receipt = {"dataset": "gcd", "dataset_version": "0.1.25", "config": "{}", "seed": 1, "index": 2}
-    asked = {"answers": ["4", "5"], "truth": "4", "info": "{}"}
-    posts = {
-        "/score": {**asked, "scorer": {"name": "exact"}},
-        "/score?number": {**asked, "scorer": {"name": "number"}},
-        "/score?contains": {**asked, "scorer": {"name": "contains"}},
-        "/score?receipt": {**asked, "scorer": {"name": "reasoning_gym"}, "receipt": receipt},
-        "/score?code": {
-            **asked,
-            "scorer": {"name": "code", "timeout_s": 0.2},
-            "info": json.dumps({"tests": [{"stdin": "1", "stdout": "1"}]}),
-        },
-    }
-    return Target(posts, ["/health", "/metrics"])
-
-
 def human_target() -> Target:
     """A browser that reads no page."""
     posts = {"/api/question": {"pass": None}, "/api/answer": {"question": "{id}", "text": "a"}}
@@ -265,7 +246,6 @@ async def applications(folder: Path) -> AsyncIterator[dict[str, ASGIApp]]:
         yield {
             "gateway": Gateway(babbling, made, max_model_len=CONTEXT, model="m", model_server=babbling).app,
             "tasks": TaskServer(["made"], token="t").app,
-            "rewards": RewardServer(rewards).app,
             "human": HumanServer(human, Rates(time.monotonic, user_per_s=FAST, burst=FAST)).app,
             "judge": JudgeServer(judge).app,
             "view": ViewServer(watched([folder / "run"]), folder).app,
@@ -307,7 +287,6 @@ def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, An
             "gateway": gateway_target(),
             "engine": engine_target(engine.token),
             "tasks": tasks_target("t"),
-            "rewards": rewards_target(),
             "human": human_target(),
             "judge": judge_target(),
             "view": view_target(),

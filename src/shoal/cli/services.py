@@ -71,37 +71,22 @@ def join_trainer(
 
 @rewards.command("serve")
 def serve_rewards(
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8100,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    run: Annotated[str, typer.Option(metavar="RUN_URL", help="The run's address, http://HOST:PORT.")],
     workers: Annotated[int | None, typer.Option(min=1, help="Processes, and sandboxes at once; one per core.")] = None,
     timeout_s: Annotated[float, typer.Option(min=0.01, help="Deadline of one score, queueing not counted.")] = 5.0,
     log: Annotated[Path, typer.Option(help="File for the output of worker processes that cannot start.")] = Path(
         os.devnull
     ),
-    run: Annotated[str, typer.Option(metavar="RUN_URL", help="A run to join, which then needs no reward.urls.")] = "",
 ) -> None:
-    """Score over HTTP for runs with reward.urls; clients need SHOAL_REWARDS_TOKEN, if set.
-
-    With --run it registers with a run instead, whose token is SHOAL_RUN_TOKEN, until stopped.
-    """
-    from shoal.cluster.rewards_role import RewardsHost
+    """Score answers for a run with reward.workers = 0, until stopped. SHOAL_RUN_TOKEN is the run's token."""
+    from shoal.cluster.rewards_role import serve_rewards as serve
     from shoal.config import RewardConfig
-    from shoal.errors import ConfigError
-    from shoal.net.client import TOKEN_VARIABLE as RUN_TOKEN
-    from shoal.net.listening import is_loopback
+    from shoal.net.client import TOKEN_VARIABLE
     from shoal.net.process import cores
-    from shoal.reward.server import serve_rewards as serve
-    from shoal.reward.service import TOKEN_VARIABLE
 
-    token = os.environ.get(TOKEN_VARIABLE, "")
     config = RewardConfig(workers=workers or cores(), timeout_s=timeout_s)
-    if run:
-        role = RewardsHost(run.rstrip("/"), os.environ.get(RUN_TOKEN, ""), config, log)
-        until_stopped(role.run(partial(print, flush=True)))
-        return
-    if not is_loopback(host) and not token:
-        raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token that they must have")
-    until_stopped(serve(config, host=host, port=port, token=token, announce=partial(print, flush=True), log=log))
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    until_stopped(serve(run.rstrip("/"), token, config, log, partial(print, flush=True)))
 
 
 @tasks.command("serve")

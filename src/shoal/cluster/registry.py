@@ -48,10 +48,7 @@ class EngineRole(RunRole, frozen=True, tag="engine", forbid_unknown_fields=True)
 
 
 class RewardsRole(RunRole, frozen=True, tag="rewards", forbid_unknown_fields=True):
-    """A scorer that answers at `url`, to requests with its `token`."""
-
-    url: Url
-    token: Secret
+    """A scorer, which answers over its lease."""
 
 
 class RankRole(RunRole, frozen=True, tag="trainer", forbid_unknown_fields=True):

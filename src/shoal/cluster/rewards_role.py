@@ -1,47 +1,46 @@
-"""`shoal rewards serve --run RUN_URL`: a scorer of this host, for a run of another."""
+"""`shoal rewards serve`: a scorer of this host, for runs of others.
 
-import secrets
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+A run's checker decides what runs here, so a scorer takes only checkers of a sandbox or a worker process. The user's
+functions and judges stay with the run.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
-from shoal.cluster.registry import OtherRun, RewardsRole, first_info, run_info
+import aiohttp
+import msgspec
+
+from shoal import checker
+from shoal.cluster.registry import RewardsRole, run_info
 from shoal.config import RewardConfig
-from shoal.net.client import Client
-from shoal.net.joining import hold_lease
-from shoal.net.listening import own_address, tls_files
-from shoal.net.server import serving
-from shoal.reward.server import RewardServer
+from shoal.errors import TaskError
+from shoal.net.joining import Answering, hold_lease
+from shoal.reward.remote import ScoreReply, ScoreRequest
 from shoal.reward.service import RewardService
+from shoal.types import Task
 
 
-@dataclass(frozen=True, slots=True)
-class RewardsHost:
-    """Options of `shoal rewards serve --run`."""
+async def serve_rewards(url: str, token: str, config: RewardConfig, log: Path, announce: Callable[[str], None]) -> None:
+    """Scores until it is cancelled, for one run after another at the same URL. Raises a `ShoalError`."""
+    async with RewardService(config, log) as service:
 
-    url: str
-    token: str
-    config: RewardConfig
-    log: Path
+        @asynccontextmanager
+        async def scoring(_: aiohttp.ClientWebSocketResponse) -> AsyncIterator[Answering]:
+            yield partial(scored, service)
 
-    async def run(self, announce: Callable[[str], None]) -> None:
-        """Scores until it is cancelled, for one run after another at the same URL. Raises a `ShoalError`."""
-        token = secrets.token_urlsafe(24)
-        async with RewardService(self.config, self.log) as service:
-            app = RewardServer(service, token=token).app
-            async with serving(app, own_address(self.url), tls=tls_files(), grace_s=1) as url:
-                while True:
-                    await self._lease(RewardsRole(url, token), announce)
+        await hold_lease(url, token, RewardsRole(), announce, scoring, run_info)
 
-    async def _lease(self, role: RewardsRole, announce: Callable[[str], None]) -> None:
-        """Holds the lease of one run."""
-        client = Client(self.url, token=self.token)
-        try:
-            info = await first_info(client, announce)
-        finally:
-            await client.aclose()
-        with suppress(OtherRun):
-            check = partial(run_info, key=info.key)
-            await hold_lease(self.url, self.token, role, announce, check=check)
+
+async def scored(service: RewardService, request: bytes) -> bytes:
+    """Answer to a request of a run. Raises `ChildDied` when no worker can be started any more."""
+    try:
+        asked = msgspec.json.decode(request, type=ScoreRequest)
+        spec = checker.spec_of(checker.to_json(asked.scorer), "scorer")
+    except (TaskError, ValueError, RecursionError) as error:
+        return msgspec.json.encode(ScoreReply([], str(error)))
+    if not checker.is_confined(spec):
+        return msgspec.json.encode(ScoreReply([], "function and judge are not run for others"))
+    task = Task("remote", "remote", (), asked.truth, asked.info, asked.receipt)
+    return msgspec.json.encode(ScoreReply(await service.score_by(spec, task, asked.answers)))

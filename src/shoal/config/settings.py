@@ -149,9 +149,6 @@ class RewardConfig(Section):
     timeout_s: float = Field(
         5.0, gt=0, le=86400, description="Processor time per answer; one that takes more is wrong."
     )
-    urls: list[str] = Field(
-        [], description="Servers (`shoal rewards serve`) that score instead; `SHOAL_REWARDS_TOKEN` is their token."
-    )
 
 
 class EvalConfig(Section):
@@ -273,8 +270,6 @@ class Config(Section):
             raise ValueError(complaint)
         for url in self.engine.urls:
             checked_url("engine.urls", url)
-        for url in self.reward.urls:
-            checked_url("reward.urls", url)
         for url in self.swarm.servers:
             checked_url("swarm.servers", url, NATS)
         return self
@@ -303,7 +298,7 @@ def _in_roles(config: Config) -> Iterator[str]:
     yield from config.cluster.complaints(config.train, config.reward.workers)
     for name, count, urls in (
         ("engine.count", config.engine.count, config.engine.urls),
-        ("reward.workers", config.reward.workers, config.reward.urls),
+        ("reward.workers", config.reward.workers, []),
     ):
         if not count and not urls and not config.cluster.listen:
             yield f"{name}: expected at least 1 without cluster.listen, where others could join, got 0"

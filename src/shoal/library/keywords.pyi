@@ -184,8 +184,6 @@ class RewardSettings(TypedDict, total=False):
     """Scoring processes, and sandboxes at once; with 0 scorers join from other hosts."""
     timeout_s: float
     """Processor time per answer; one that takes more is wrong."""
-    urls: Sequence[str]
-    """Servers (`shoal rewards serve`) that score instead; `SHOAL_REWARDS_TOKEN` is their token."""
 
 class EvalSettings(TypedDict, total=False):
     """Held-out questions."""
@@ -330,6 +328,8 @@ class Settings(TrainSettings, total=False):
     """Share of the probability to sample from, in 512 tokens at most."""
     ratios: Literal["fixed", "chance", "tokens", "automatic"]
     """Weights are shares of groups, chances of each group (SAPO) or shares of tokens, or follow informative groups."""
+    urls: Sequence[str]
+    """Running engines (Shoal, vLLM, SGLang); none starts local ones."""
     count: int
     """Local engine processes; with 0 all join from other hosts."""
     max_running: int

@@ -117,22 +117,13 @@ HANDLERS: dict[type[Exception], ExceptionHandler] = {ShoalError: _refused, HTTPE
 """Handlers for Starlette's `exception_handlers`."""
 
 
-async def body(
-    http: Request,
-    most_bytes: int,
-    timeout_s: float = BODY_TIMEOUT_S,
-    on_bytes: Callable[[int], None] = lambda count: None,
-) -> bytes:
-    """Reads a request's body. Raises `Refused` at the first byte too many, or when reading takes too long.
-
-    `on_bytes` gets the size of each part as it comes, and may raise to refuse the part.
-    """
+async def body(http: Request, most_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
+    """Reads a request's body. Raises `Refused` at the first byte too many, or when reading takes too long."""
     data = bytearray()
     try:
         async with asyncio.timeout(timeout_s):
             async for part in http.stream():
                 data += part
-                on_bytes(len(part))
                 if len(data) > most_bytes:
                     raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"body: expected at most {most_bytes} bytes")
     except TimeoutError:

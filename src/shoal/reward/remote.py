@@ -1,30 +1,34 @@
-"""Client side of `shoal rewards serve`: the JSON messages, and a scorer that asks other machines."""
+"""Scorers of other hosts, as the run sees them; `cluster.rewards_role` is the other side.
+
+A scorer connects to the run and answers requests over that connection, its lease, as JSON.
+"""
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
 
 from shoal.checker import Spec
-from shoal.errors import EngineUnavailable, RequestRefused
-from shoal.net.client import ONCE, Client
+from shoal.errors import EngineUnavailable, WorkerLost
+from shoal.net.client import decoded
+from shoal.net.joining import RunRole
+from shoal.net.run_server import LeasedWorker
 from shoal.types import Receipt, Reward, RewardStatus, Task
 
-MOST_BODY_BYTES = 64 << 20
-MOST_ANSWERS = 4096
 MOST_EVIDENCE = 1 << 20
 RETRIES = 4
 RETRY_DELAY_S = 0.25
 TIMEOUT_S = 600.0
-"""Seconds of one request, with its wait at the server; bounds the cost of a silent machine."""
+"""Seconds of one request, with its wait at the scorer; bounds the cost of a silent machine."""
 REST_S = 5.0
-"""Seconds for which a server that did not answer goes last in the order."""
+"""Seconds for which a scorer that did not answer goes last in the order."""
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """POST /score: answers to one task, and the checker that scores them."""
+    """Answers to one task, and the checker that scores them."""
 
     scorer: Spec
     answers: list[str]
@@ -34,48 +38,40 @@ class ScoreRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScoreReply(msgspec.Struct, frozen=True):
-    """One reward per answer, in order."""
+    """One reward per answer, in order, or why the scorer takes no such request."""
 
     rewards: list[Reward]
+    refused: str = ""
 
 
 @dataclass(slots=True)
-class _Server:
-    client: Client
-    running: int = 0
+class _Scorer:
+    worker: LeasedWorker
     rests_until_s: float = 0.0
 
 
 class RemoteScorer:
-    """Asks the server with the least load, and another server when that one cannot score now."""
+    """Asks the scorer with the least load, and another one when that one cannot score now."""
 
-    def __init__(self, urls: Sequence[str], token: str = "") -> None:
-        self._servers: dict[str, _Server] = {}
+    def __init__(self) -> None:
+        self._scorers: dict[str, _Scorer] = {}
         self._some = asyncio.Event()
-        for url in urls:
-            self.add(url, url, token)
 
-    def add(self, name: str, url: str, token: str) -> None:
-        """Asks one more server."""
-        # another server is asked instead of the same one again
-        self._servers[name] = _Server(Client(url, token=token, timeout_s=TIMEOUT_S, retry=ONCE))
+    @asynccontextmanager
+    async def joined(self, _: RunRole, worker: LeasedWorker) -> AsyncIterator[None]:
+        """Asks a scorer within the block."""
+        self._scorers[worker.name] = _Scorer(worker)
         self._some.set()
-
-    async def remove(self, name: str) -> None:
-        """Asks a server no more; its requests under way are asked elsewhere."""
-        server = self._servers.pop(name)
-        if not self._servers:
-            self._some.clear()
-        await server.client.aclose()
-
-    async def aclose(self) -> None:
-        """Closes the connections."""
-        for server in self._servers.values():
-            await server.client.aclose()
+        try:
+            yield
+        finally:
+            del self._scorers[worker.name]
+            if not self._scorers:
+                self._some.clear()
 
     async def score_by(self, spec: Spec, task: Task, answers: Sequence[str]) -> list[Reward]:
-        """One reward per answer, in order. The rewards fail when no server answers after all retries."""
-        request = ScoreRequest(spec, list(answers), task.answer, task.info, task.receipt)
+        """One reward per answer, in order. The rewards fail when no scorer answers after all retries."""
+        request = msgspec.json.encode(ScoreRequest(spec, list(answers), task.answer, task.info, task.receipt))
         why = ""
         for attempt in range(RETRIES + 1):
             try:
@@ -84,32 +80,34 @@ class RemoteScorer:
             except TimeoutError:
                 why = f"no scorer has joined the run for {TIMEOUT_S:g} s"
                 break
-            server = min(self._servers.values(), key=lambda one: (self._rests(one), one.running, one.rests_until_s))
-            server.running += 1
+            scorer = min(
+                self._scorers.values(), key=lambda one: (self._rests(one), one.worker.running, one.rests_until_s)
+            )
+            name = scorer.worker.name
             try:
-                rewards = (await server.client.ask("POST", "/score", ScoreReply, request)).rewards
-                wrong = _wrong(rewards, len(answers))
-                if not wrong and not _all_failed(rewards):
-                    return rewards
-                why = f"{server.client.url}: {wrong or rewards[0].evidence or 'it scores nothing'}"
-            except RequestRefused as error:
-                why = f"{server.client.url}{error}"
-                break
-            except EngineUnavailable as error:
-                why = f"{server.client.url}: {error}"
-            finally:
-                server.running -= 1
-            server.rests_until_s = asyncio.get_running_loop().time() + REST_S
-            if all(map(self._rests, self._servers.values())) and attempt < RETRIES:
+                reply = decoded(await scorer.worker.call(request, TIMEOUT_S), ScoreReply, name)
+                if reply.refused:
+                    why = f"{name}: {reply.refused}"
+                    break
+                wrong = _wrong(reply.rewards, len(answers))
+                if not wrong and not _all_failed(reply.rewards):
+                    return reply.rewards
+                why = f"{name}: {wrong or reply.rewards[0].evidence or 'it scores nothing'}"
+            except (WorkerLost, EngineUnavailable) as error:
+                why = str(error)
+            except TimeoutError:
+                why = f"{name} gave no rewards within {TIMEOUT_S:g} s"
+            scorer.rests_until_s = asyncio.get_running_loop().time() + REST_S
+            if all(map(self._rests, self._scorers.values())) and attempt < RETRIES:
                 await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
         return [Reward(0.0, RewardStatus.FAILED, evidence=why)] * len(answers)
 
-    def _rests(self, server: _Server) -> bool:
-        return server.rests_until_s > asyncio.get_running_loop().time()
+    def _rests(self, scorer: _Scorer) -> bool:
+        return scorer.rests_until_s > asyncio.get_running_loop().time()
 
 
 def _all_failed(rewards: Sequence[Reward]) -> bool:
-    """Whether a server failed to score every answer; another server may succeed."""
+    """Whether a scorer failed to score every answer; another one may succeed."""
     return bool(rewards) and all(one.status is RewardStatus.FAILED for one in rewards)
 
 

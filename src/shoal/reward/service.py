@@ -5,7 +5,7 @@
     separate process, unconfined   the user's functions
     this process       judge (a request to a model), and adding up weighted parts
 
-With `reward.urls`, or without workers, other machines do the first two (`shoal rewards serve`).
+Without workers, other machines do the first two (`shoal rewards serve`).
 """
 
 import asyncio
@@ -31,7 +31,6 @@ from shoal.reward.scorer import WINDOW, WorkerScorer, percentiles
 from shoal.reward.user_functions import FunctionScorer
 from shoal.types import Reward, RewardStatus, Task
 
-TOKEN_VARIABLE = "SHOAL_REWARDS_TOKEN"
 MOST_ANSWER_BYTES = 1 << 20
 """Characters of an answer; a longer answer is worth 0."""
 WHOLE = (checker.Format, checker.Length, checker.Language, checker.Function)
@@ -61,8 +60,7 @@ class RewardService:
         self._code = CodeScorer(max(config.workers, 1))
         self._functions = FunctionScorer(log)
         self._judge = JudgeScorer()
-        joined = bool(config.urls) or not config.workers
-        self.remote = RemoteScorer(config.urls, os.environ.get(TOKEN_VARIABLE, "")) if joined else None
+        self.remote = None if config.workers else RemoteScorer()
         """Scorers of other machines; None when this machine scores."""
         self._ending = contextlib.AsyncExitStack()
         self._counts = dict.fromkeys(RewardStatus, 0)
@@ -72,9 +70,8 @@ class RewardService:
         """Starts the worker processes. Raises `ChildDied`."""
         if self.remote is None:
             await self._ending.enter_async_context(self._workers)
-        for part in (self.remote, self._functions, self._code):
-            if part is not None:
-                self._ending.push_async_callback(part.aclose)
+        for part in (self._functions, self._code):
+            self._ending.push_async_callback(part.aclose)
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -19,8 +19,7 @@ from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer, Worker
 from shoal.model.file_sizes import shapes_of
-from shoal.net.run_server import LeasedWorker, RunServer
-from shoal.reward.remote import RemoteScorer
+from shoal.net.run_server import RunServer
 from shoal.reward.service import BinaryScorer, RewardService
 from shoal.rollout.agents.clients import Agent
 from shoal.rollout.agents.runner import AgentRunner, Play
@@ -174,7 +173,7 @@ async def own_scorer(prepared: Prepared, log: Path, roles: RunServer | None = No
     config = prepared.config
     async with RewardService(config.reward, log) as rewards:
         if roles is not None and rewards.remote is not None:
-            roles.open(RewardsRole, partial(_joined_scorer, rewards.remote))
+            roles.open(RewardsRole, rewards.remote.joined)
         rewards_of = {one.name: [one.reward] if isinstance(one.reward, str) else one.reward for one in config.tasks}
         correct_only = {name for name, hooks in rewards_of.items() if "correct" in hooks}
         try:
@@ -182,16 +181,6 @@ async def own_scorer(prepared: Prepared, log: Path, roles: RunServer | None = No
         finally:
             if roles is not None:
                 roles.close(RewardsRole)
-
-
-@asynccontextmanager
-async def _joined_scorer(scorer: RemoteScorer, role: RewardsRole, worker: LeasedWorker) -> AsyncIterator[None]:
-    """Has a scorer that joined asked, until it leaves."""
-    scorer.add(worker.name, role.url, role.token)
-    try:
-        yield
-    finally:
-        await scorer.remove(worker.name)
 
 
 @asynccontextmanager

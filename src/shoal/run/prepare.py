@@ -108,7 +108,7 @@ def prepare(config: Config, *, trains: bool = True, dry: bool = False, token: st
             environment.check()
         own = {one.name for one in service.services if one.converses or one.scores}
         others = (task_spec(task) for task in probed if task.service not in own)
-        if not config.reward.urls and any(map(needs_tests, others)):
+        if config.reward.workers and any(map(needs_tests, others)):
             strongest()  # raises `SandboxUnavailable`
         run_blocking(check_functions(service.services, config.rollout.group_size))
         if dry:  # in this process: what a task's author opened on this event loop is of no use to a run

@@ -82,13 +82,12 @@ def _described(prepared: Prepared, memory: int) -> dict[str, object]:
 async def check_urls(config: Config, services: Sequence[Environment]) -> dict[str, str]:
     """Tries to connect to each server of the settings. Returns the failures that a run gets along with, by URL.
 
-    Raises `ConfigError` where none of `engine.urls` or of `reward.urls` is reached, or a judging model is not.
+    Raises `ConfigError` where none of `engine.urls` is reached, or a judging model is not.
     """
     asked = [one.draw(Split.TRAIN, 0) for one in services if not (one.converses or one.scores)]
     specs = [spec for task in asked for spec in leaves(task_spec(task))]
     judges = [spec.url for spec in specs if isinstance(spec, checker.LLMJudge)]
-    needed = [("engine.urls", config.engine.urls), ("reward.urls", config.reward.urls)]
-    needed += [("scorer.url", [url]) for url in dict.fromkeys(judges)]
+    needed = [("engine.urls", config.engine.urls), *(("scorer.url", [url]) for url in dict.fromkeys(judges))]
     unreached: dict[str, str] = {}
     for setting, urls in needed:
         failures = await _failures(urls)
