@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,9 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine_models import saved
+from engine_models import plain, saved
 from external_engine import BOUND_NATS, adapters_under_way, asked, assert_drawn_by_its_versions, logprobs, more_drawn
 from joining import TOKEN, joining
 from shoal import wire
@@ -31,7 +34,7 @@ from shoal.experience.log import BODY_BYTES, read, read_step, snapshot
 from shoal.experience.raw import RawRollout, read_groups
 from shoal.net.listening import free_port
 from shoal.run.demo_model.warm_start import demo_model
-from shoal.types import Completion, FinishReason, Sampling
+from shoal.types import MOST_KEPT, Completion, FinishReason, Sampling
 from vllm_server import ENVIRONMENT, PYTHON, command_at, second_runner, vllm_serving
 
 pytestmark = [
@@ -253,6 +256,47 @@ def test_a_whole_run_trains_on_vllm_with_weights_pushed_under_way(url: str, tmp_
     assert_trained_on_what_was_drawn(run_dir)
     spread = [len(versions) for versions in trained_versions(run_dir)]
     assert sum(count > 1 for count in spread) > len(spread) / 20, Counter(spread)
+
+
+def assert_sampled_among_what_was_told(completion: Completion, temperature: float, model: Path) -> list[list[int]]:
+    """Each token's logprob is that among the tokens which could be sampled, in float64. Returns these tokens."""
+    row = torch.tensor([[*PROMPT, *completion.token_ids]])
+    with torch.no_grad():
+        logits_LV = plain(model)(row).logits[0, len(PROMPT) - 1 : -1].double() / temperature
+    kept = [list(array("I", ids)) for ids in completion.kept]
+    for z_V, ids, token, logprob in zip(logits_LV, kept, completion.token_ids, completion.logprobs, strict=True):
+        assert float(z_V[token] - z_V[ids].logsumexp(0)) == pytest.approx(logprob, abs=BOUND_NATS)
+    return kept
+
+
+def test_the_tokens_told_are_those_of_top_k_and_top_p(url: str, model_dir: Path) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        for sampling in (Sampling(40, 0.7, top_k=5, top_p=0.9), Sampling(40, 1.5, top_k=MOST_KEPT, top_p=0.8)):
+            sizes: set[int] = set()
+            for completion in await engine.generate(PROMPT, sampling, n=2):
+                sizes |= {
+                    len(ids) for ids in assert_sampled_among_what_was_told(completion, sampling.temperature, model_dir)
+                }
+            assert max(sizes) <= sampling.top_k
+
+    asked(url, model_dir, body, "recompute")
+
+
+def test_under_a_grammar_the_tokens_told_are_those_that_it_allows(url: str, model_dir: Path) -> None:
+    async def body(engine: ForeignEngine) -> None:
+        grammar = 'start: "reverse " /[ab]{2,6}/'
+        sampling = Sampling(40, top_k=20, stop_token_ids=(1,), grammar=grammar)
+        tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        for completion in await engine.generate(PROMPT, sampling, n=4):
+            assert completion.finish_reason is FinishReason.STOP
+            assert re.fullmatch("reverse [ab]{2,6}", tokenizer.decode(completion.token_ids[:-1]))
+            kept = assert_sampled_among_what_was_told(completion, 1.0, model_dir)
+            assert len(kept[0]) < 20
+        for refused in (replace(sampling, top_k=0), replace(sampling, begun=1)):
+            with pytest.raises(RequestRefused, match="response_format, tool_choice"):
+                await engine.generate(PROMPT, refused)
+
+    asked(url, model_dir, body, "recompute")
 
 
 TRUNCATED = ("--rollout.top_p=0.9", "--rollout.temperature=1", "--asynchrony.max_staleness=0")

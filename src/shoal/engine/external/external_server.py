@@ -36,7 +36,7 @@ from shoal.engine.server.protocol import ScoreResponse, VersionSpan, versions_of
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, WrongAnswer
 from shoal.files import ADAPTER_FILE
 from shoal.interfaces import EngineInfo
-from shoal.types import Completion, FinishReason, Sampling
+from shoal.types import MOST_KEPT, Completion, FinishReason, Sampling
 
 UNKNOWN = -1
 """Version of a server that restarted, or that another client gave weights."""
@@ -132,10 +132,11 @@ class ForeignEngine:
         self, prompt_ids: Sequence[int], sampling: Sampling, *, n: int = 1, priority: int = 0, adapter: str = ""
     ) -> list[Completion]:
         """Samples `n` completions of one prompt; an update ends a completion with `ABORT` and its tokens so far."""
-        if sampling.grammar:
+        if sampling.grammar and (not self.abilities.grammars or not sampling.records_kept or sampling.begun):
             raise RequestRefused(
                 f"response_format, tool_choice: {self.abilities.server} does not report which tokens a grammar forced; "
-                f"leave these fields out, or use Shoal's own engine (no engine.urls)"
+                f"vLLM does with a top_k of 1 to {MOST_KEPT}, from an answer's first token on; leave these fields out, "
+                f"or use Shoal's own engine (no engine.urls)"
             )
         if adapter:
             raise self._only_own("model")

@@ -37,6 +37,8 @@ class Abilities:
     keeps_requests: bool
     """Whether the server can pause without ending its requests."""
     priorities: bool = False
+    grammars: bool = False
+    """Whether the server samples under a grammar in llguidance's Lark syntax."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,7 @@ class VLLM(HttpAdapter):
         self._longest = await self.longest()
         keeps = await self._keeps_requests()
         status, _ = await self._client.status("POST", GENERATE, {**probe, "priority": -1})
-        return Abilities(f"vLLM {version}", self._longest, keeps, keeps, priorities=status == 200)
+        return Abilities(f"vLLM {version}", self._longest, keeps, keeps, status == 200, grammars=True)
 
     async def _keeps_requests(self) -> bool:
         """Whether the server refuses an unknown pause mode and lists `keep`; an older server just pauses."""
@@ -198,6 +198,8 @@ class VLLM(HttpAdapter):
             "logprobs": min(tops, self._vocabulary),
             "detokenize": False,
         }
+        if sampling.grammar:
+            params["structured_outputs"] = {"grammar": sampling.grammar}
         named = {} if asked.adapter is None else {"model": asked.adapter}
         return {"request_id": asked.name, "token_ids": list(asked.prompt_ids), "sampling_params": params, **named}
 
