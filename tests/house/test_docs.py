@@ -104,7 +104,7 @@ def taken(words: list[str]) -> None:
 
 def made(makefile: str) -> set[str]:
     """The targets of a Makefile that have a rule; those of a variable by name."""
-    lists = dict(re.findall(r"^(\w+) := (.*)$", makefile, re.MULTILINE))
+    lists = dict(re.findall(r"^(\w+) := (.*)$", makefile.replace("\\\n", " "), re.MULTILINE))
     rules = re.findall(r"^([\w $()-]+):(?!=)", makefile, re.MULTILINE)
     return {name for rule in rules for name in re.sub(r"\$\((\w+)\)", lambda one: lists[one[1]], rule).split()}
 
