@@ -32,6 +32,8 @@ async def talks(task, client):
 def finished_turns(log: Path) -> dict[str, dict[int, list[Completion]]]:
     """Logged turns of groups in flight: group -> rollout -> completions in the order of their ends."""
     with closing(sqlite3.connect(f"{log.as_uri()}?mode=ro", uri=True)) as connection:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'turns'").fetchone():
+            return {}  # the run has just made its log
         rows = connection.execute(
             "SELECT group_id, rollout, body FROM turns WHERE rollout >= 0 ORDER BY rowid"
         ).fetchall()

@@ -13,14 +13,13 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np  # noqa: F401  # it sets a variable, so reasoning-gym finds it imported before the confinement
-
 from shoal import checker, wire
 from shoal.checker import Spec, compiled
 from shoal.errors import TaskError
 from shoal.net.process import from_parent, send_frame, serve
 from shoal.reward.mathematics import last_number, mathematics
 from shoal.reward.messages import Batch, exhausted
+from shoal.reward.reasoning import scorer_of  # half a second of imports, which no answer's limit may count
 from shoal.reward.schema import complaint_of, json_in
 from shoal.sandbox.confinement import confine
 from shoal.types import UNREAD, Reward, RewardStatus
@@ -199,9 +198,6 @@ def prepared(batch: Batch) -> Judging:
         return judge_of(batch.spec, batch.task.answer)
     if batch.task.receipt is None:
         raise TaskError("expected a task with a receipt: reasoning_gym scores its own questions only")
-    # Half a second of imports, and most runs score otherwise; the sandbox lets packages be read.
-    from shoal.reward.reasoning import scorer_of
-
     return scorer_of(batch.task.receipt, batch.task.answer)
 
 
