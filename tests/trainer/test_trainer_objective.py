@@ -239,15 +239,13 @@ def test_soft_adaptive_counts_every_row_the_same_as_published() -> None:
 @pytest.mark.parametrize("bound", [1e-3, 0.05, 10.0])
 def test_m2po_masks_the_outliers_of_the_whole_update(tiny_model_dir: Path, budget: int, bound: float) -> None:
     config = {"loss": {"name": "m2po", "clip_high": bound}, "tokens_per_microbatch": budget}
-    ours, rows, totals = trainer(tiny_model_dir, **config), batch(3), StepTotals("cpu")
-    minibatch = ours.minibatch(rows)
-    ours.accumulate(ours.bounded(minibatch), totals, Moment(4), fresh=True)
+    ours, rows = trainer(tiny_model_dir, **config), batch(3)
     logp = [torch.tensor(x).double() for row, found in zip(rows, ours.logprobs([r.tokens for r in rows]), strict=True)
             for x in (0.0, *found)]  # fmt: skip
     behav, advantage, mask = (
         [x for row in rows for x in getattr(row, name)] for name in ("logprobs", "advantages", "mask")
     )
     wanted = definitions.m2po(logp, behav, advantage, mask, bound) / sum(mask)
-    found = totals.stats([], [minibatch], 0.0, "")
+    found = ours.step([rows], version=4)
     assert found.loss == pytest.approx(float(wanted), rel=1e-4)
     assert (found.masked_share > 0) == (bound < 10)

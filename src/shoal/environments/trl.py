@@ -139,10 +139,10 @@ class _ToolUse(_Rows):
         (reward,) = await self.rewards(row, messages[:begun], [messages[begun:]], **more)
         if hasattr(environment, "get_reward"):
             own = float(cast(float, await called(cast(Any, environment).get_reward)))
-            return Outcome(reward=reward.value + own, evidence=reward.evidence)
+            return Outcome(reward=reward.value + own)
         if reward.status is not RewardStatus.SCORED:
             raise EnvironmentFailed(reward.evidence)
-        return Outcome(reward=reward.value, evidence=reward.evidence)
+        return Outcome(reward=reward.value)
 
 
 def tools_of(environment: object) -> dict[str, Callable[..., Any]]:
