@@ -101,7 +101,7 @@ services: $(VENV)/dev-installed
 
 # Real verifiers, which wants versions of packages that Shoal's own environment has not.
 adapters: $(VENV)/dev-installed
-	test -d $(VENV)-verifiers || { $(PYTHON) -m venv $(VENV)-verifiers && $(VENV)-verifiers/bin/python -m pip install $(PIP_ARGS) verifiers aiohttp msgspec typer google-re2 jsonschema; }
+	test -d $(VENV)-verifiers || { $(PYTHON) -m venv $(VENV)-verifiers && $(VENV)-verifiers/bin/python -m pip install $(PIP_ARGS) verifiers aiohttp msgspec typer google-re2 jsonschema uvloop; }
 	$(BIN)/python tests/support/adapters_real.py $(VENV)-verifiers/bin/python
 
 # A backup at a real S3 server, moto's.
@@ -144,10 +144,10 @@ tito: $(VENV)/dev-installed
 
 # The pure cores have every line covered, by the pure tests alone: what no claim needs is not there.
 PURE := staleness turn_tree experience/gate rollout/ratios gateway/token_tree trainer/advantage trainer/loss trainer/packing \
-	engine/scheduler engine/batch swarm/strategy/choice swarm/trust/ingress
+	engine/compute/scheduler engine/compute/batch swarm/strategy/choice swarm/trust/ingress
 PURE_TESTS := $(addprefix tests/,experience/test_staleness.py experience/test_gate.py rollout/test_ratios.py gateway/test_session.py \
 	gateway/test_session_property.py trainer/test_trainer_advantage.py trainer/test_trainer_loss.py \
-	trainer/test_trainer_packing.py trainer/test_trainer_objective.py trainer/test_trainer_turns.py \
+	trainer/test_trainer_packing.py trainer/test_trainer_objective.py trainer/test_trainer_turns.py trainer/test_truncated_sampling.py \
 	engine/test_engine_scheduler.py engine/test_engine_sampling.py engine/test_engine_local.py engine/test_engine_extras.py \
 	swarm/test_swarm_credit.py swarm/test_swarm_strategy.py swarm/test_swarm_trust.py)
 comma := ,
@@ -229,7 +229,7 @@ adversary: $(VENV)/dev-installed
 	@PYTHONPATH=src:tests/support:. $(BIN)/python tests/support/adversary.py $(SEEDS)
 
 # What is in experiments/NAME/results is not measured again; remove its runs.jsonl to measure anew.
-EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing question_pool \
+EXPERIMENTS := areal_staleness async_speedup balance churn distillation interrupt judge_figure packing question_pool rates \
 	rehearsed_runs sapo sapo_real sapo_stacked swe time_machine
 .PHONY: $(EXPERIMENTS)
 $(EXPERIMENTS): $(VENV)/shoal-installed

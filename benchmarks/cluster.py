@@ -160,10 +160,12 @@ def _measured(hosts: Hosts, ray: Any, folder: Path, plan: Plan) -> Report:
     _wait_for_nodes(ray, plan.hosts + 1)  # Ray places a role on what is there
     say(f"hosts: {', '.join(names)}")
     run = _Run.started(folder / "run", token, plan, settings)
-    given_up: list[str] = []
-    doomed = RayPlan(ray.address, f"http://{listen}", str(folder / "doomed"), rewards=1, restarts=2)
+    said: list[str] = []
+    doomed = RayPlan(
+        ray.address, f"http://{listen}", str(folder / "doomed"), engines=1, engine_gpus=1, rewards=1, restarts=2
+    )
     try:
-        with started(doomed, "another token", given_up.append) if plan.doomed else nullcontext():
+        with started(doomed, "another token", said.append) if plan.doomed else nullcontext():
             cluster = _Troubled(hosts, names, run, f"http://{listen}", token)
             recovered = cluster.trouble(plan)
             figures = run.figures()
@@ -184,7 +186,7 @@ def _measured(hosts: Hosts, ray: Any, folder: Path, plan: Plan) -> Report:
         "lost": len(ids.get(Check.ACCOUNTING, ())),
         "doubled": len(ids.get(Check.USED_ONCE, ())),
         "audit": checked.ok,
-        **({"given_up": given_up} if plan.doomed else {}),
+        **({"said": said} if plan.doomed else {}),
     }
 
 

@@ -23,8 +23,7 @@ from shoal.gateway.host import Host
 from shoal.model.chat_template import ChatRenderer
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
-from shoal.tasks.remote_environment import EnvironmentScorer, RemoteEnvironment
-from shoal.tasks.remote_server import TaskServer
+from shoal.tasks.remote_environment import EnvironmentScorer, RemoteEnvironment, TaskServer
 from shoal.types import Sampling
 
 START_TIMEOUT_S = 60.0

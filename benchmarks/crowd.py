@@ -11,8 +11,7 @@ from pathlib import Path
 import psutil
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.server.http_client import HttpEngine
-from shoal.engine.server.launch import engine_child
+from shoal.engine.server.http_client import HttpEngine, engine_child
 from shoal.types import Sampling
 
 Report = dict[str, object]

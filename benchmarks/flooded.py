@@ -44,13 +44,12 @@ from shoal.experience.audit import audit
 from shoal.run.commands.swarm import generate
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.join_swarm import FOLDER
-from shoal.swarm.answerers import RuleSolver
-from shoal.swarm.generator import GeneratorPace
+from shoal.swarm.generator import GeneratorPace, RuleSolver
 from shoal.swarm.peer import STATUS_FILE
 from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim
-from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.tasks.library import Library
 from shoal.types import Split

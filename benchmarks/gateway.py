@@ -29,7 +29,7 @@ import uvloop
 
 from benchmarks.echo import answer_ids, answer_s
 from benchmarks.processes import announced
-from shoal.gateway.registry import Export
+from shoal.gateway.sessions import Export
 from shoal.net.collection import collect_rarely
 from shoal.types import seed_for
 

@@ -1,4 +1,4 @@
-"""Published models on 8, 64 and 512 GPUs, without one: the trainer itself on fake ranks (`shoal.trainer.fake_ranks`).
+"""Published models on 8, 64 and 512 GPUs, without one: the trainer itself on fake ranks (`shoal.trainer.fake_run`).
 
 configs            each model and number of GPUs: how ranks share the weights, the memory that the planner expects of a
                    step on an H100, the memory that a fake step of that size takes, and whether it fits
@@ -21,7 +21,7 @@ from benchmarks.published_models import PUBLISHED, shortened
 from shoal.config import Config, parse
 from shoal.errors import ConfigError
 from shoal.run.machine.memory import asked_child, fitted, memory_of_gpu, question_of, trainer_mesh
-from shoal.trainer.fake_ranks import ShapesOnly
+from shoal.trainer.fake_run import ShapesOnly
 from shoal.types import Json
 
 GPU = "h100"

@@ -35,11 +35,11 @@ from benchmarks.processes import reported
 from benchmarks.slow_link import SlowLink
 from shoal.config import to_toml
 from shoal.errors import ShoalError
+from shoal.files import MODEL_FILE
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.run.commands.demo import real_config
-from shoal.weights.store import FILE
 
 RATE_BIT_PER_S, ROUND_TRIP_S = 50e6, 0.1
 STEPS, QUICK_STEPS, FIRST_STEPS, AT_ONCE = 16, 8, 4, 4
@@ -112,8 +112,8 @@ def main(name: str, steps: int) -> Report:
 def _in_bfloat16(model_dir: Path, target: Path) -> Path:
     """Copy of a model whose file has bfloat16."""
     shutil.copytree(model_dir, target, ignore=shutil.ignore_patterns("*.safetensors"))
-    tensors = {name: one.bfloat16() for name, one in load_file(model_dir / FILE).items()}
-    save_file(tensors, target / FILE, metadata={"format": "pt"})
+    tensors = {name: one.bfloat16() for name, one in load_file(model_dir / MODEL_FILE).items()}
+    save_file(tensors, target / MODEL_FILE, metadata={"format": "pt"})
     return target
 
 

@@ -20,6 +20,7 @@ from statistics import fmean
 import uvloop
 
 from benchmarks import Report, say
+from shoal.files import ADAPTER_FILE, MODEL_FILE
 from shoal.interfaces import Purpose
 from shoal.net.client import Client
 from shoal.net.identity import Identity
@@ -32,7 +33,7 @@ from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Group, Split
 from shoal.weights.pull import VersionPuller
 from shoal.weights.serving import VersionServer
-from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore
+from shoal.weights.store import WeightStore
 
 STEPS, QUICK_STEPS = 20, 4
 RANK = 8
@@ -59,7 +60,7 @@ async def _pushed_adapter(prepared: Prepared, folder: Path, rounds: int) -> dict
     config = prepared.config
     threads, store = prepared.threads, WeightStore(folder / "weights")
     sizes: dict[str, int] = {}
-    seconds: dict[str, list[float]] = {FILE: [], ADAPTER_FILE: []}
+    seconds: dict[str, list[float]] = {MODEL_FILE: [], ADAPTER_FILE: []}
     async with (
         local_ranks(folder / "trainer.log", threads.trainer) as ranks,
         answering(prepared) as parts,
@@ -76,9 +77,9 @@ async def _pushed_adapter(prepared: Prepared, folder: Path, rounds: int) -> dict
             sizes[name] = written.path.stat().st_size
             store.remove_before(version)
     return {
-        "full_bytes": sizes[FILE],
+        "full_bytes": sizes[MODEL_FILE],
         "adapter_bytes": sizes[ADAPTER_FILE],
-        "full_s": min(seconds[FILE]),
+        "full_s": min(seconds[MODEL_FILE]),
         "adapter_s": min(seconds[ADAPTER_FILE]),
     }
 
@@ -107,7 +108,7 @@ async def _pushed(prepared: Prepared, folder: Path, steps: int) -> dict[str, flo
                 )
                 groups = [Group(f"{task.id}", task, each, step) for task, each in zip(tasks, rollouts, strict=True)]
                 await trainer.step(step_samples(groups, config.train, config.rollout.max_tokens), step)
-                await trainer.write_version(store.begin(version) / FILE)
+                await trainer.write_version(store.begin(version) / MODEL_FILE)
                 written = await asyncio.to_thread(store.seal, version)
                 began_s = time.monotonic()
                 await puller.pull(version)

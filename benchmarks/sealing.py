@@ -16,8 +16,9 @@ from typing import Any
 
 from benchmarks import Report, say
 from shoal.config import parse
+from shoal.files import MODEL_FILE
 from shoal.run.policy import ServedVersions
-from shoal.weights.store import FILE, WeightStore
+from shoal.weights.store import WeightStore
 
 BYTES, QUICK_BYTES = 16 << 30, 64 << 20
 ONE_THREAD_BYTES = 256 << 20
@@ -50,7 +51,7 @@ class KeptRecords:
 
 async def waits(folder: Path, size: int) -> dict[str, float]:
     """Seconds of a Version of a size."""
-    prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
+    prepared: Any = SimpleNamespace(version_file=MODEL_FILE, config=parse({"tasks": [{"name": "gcd"}]}))
     engine: Any = None
     trainer: Any = SparseTrainer(size)
     records: Any = KeptRecords()

@@ -6,6 +6,7 @@ import inspect
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,13 @@ for name, value in {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
 }.items():
     os.environ.setdefault(name, value)
+
+# A user whose home cannot be written sets XDG_CACHE_HOME; so do the tests of such a user.
+cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+while not cache.exists():
+    cache = cache.parent
+if not os.access(cache, os.W_OK):
+    os.environ["XDG_CACHE_HOME"] = f"{tempfile.gettempdir()}/shoal-tests-{os.getuid()}"
 
 # Collecting while torch and transformers are imported finds nothing, and takes a quarter of that time.
 gc.disable()

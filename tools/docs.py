@@ -27,7 +27,7 @@ from shoal.config.presets import PRESETS, Setting
 from shoal.gateway.dialects import Dialect
 from shoal.gateway.fields import Ignored, Rule, Served, Unserved
 from shoal.gateway.server import DIALECTS
-from shoal.observe.names import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
+from shoal.observe.charts import ANSWER_NAMES, EVAL_NAMES, STEP_NAMES
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -39,20 +39,22 @@ One TOML file describes a run. The command line wins over the file:
 `shoal train run.toml --train.lr=1e-4 --tasks.0.weight=2`. Values are TOML; a bare word is a string. Paths in a file are
 relative to its folder, on the command line to the current one. `resolved.toml` of a run directory has every setting.
 
-Each setting stands with its default, then with other choices or bounds. An "unset" setting is derived, or off. No
-number may be above 10⁹.
+Each setting stands with its default, then with other choices or bounds. An "unset" setting is derived, or off.
+Numbers are 0 to 10⁹ (`seed` may be any).
 `preset` sets a [paper's settings](#presets), except lengths, where file and command line have none.
 """
 PRESETS_HEAD = """## Presets
 
-Each value has its place in the paper; a value without a place turns off a default that the paper does not name. Papers:
-AReaL (arXiv 2505.24298), GLM-5 (arXiv 2602.15763), SAPO (arXiv 2509.08721; "experiment" is its controlled one) and DAPO
-(arXiv 2503.14476).
-
-- `areal`: `max_staleness` is that of mathematics; code has 4.
-- `glm5`: GLM-5 prints neither K nor its band. Set `train.push_every`; the band is its follow-up's for reasoning.
-- `sapo`: the released code had rates of 1e-6 to 1e-5. `round_offers` counts seven peers with four groups each.
+Each value stands with its place in the paper. A value of no place turns off a default that the paper does not name.
 """
+PAPERS = {
+    "areal": "AReaL (arXiv 2505.24298) for mathematics; for code `max_staleness` is 4.",
+    "glm5": "GLM-5 (arXiv 2602.15763) prints neither K (`train.push_every`) nor its band: this is its follow-up's for "
+    "reasoning.",
+    "sapo": "SAPO (arXiv 2509.08721), in its controlled experiment: seven peers share four groups each. The released "
+    "code had rates of 1e-6 to 1e-5.",
+    "dapo": "DAPO (arXiv 2503.14476).",
+}
 COMMANDS = """# Commands
 
 <!-- Written by `make docs` from src/shoal/cli/; change the help there. -->
@@ -80,7 +82,7 @@ def configuration() -> str:
                     parts.append(_losses(list(_sections(inner_field))))
                     continue
                 parts += [_table(part, f"`[{name}.{inner}]`") for part in _sections(inner_field)]
-    return "\n".join([*parts, _presets()])
+    return re.sub(r"see docs/(guides/(\w+)\.md)", r"see [\2](../\1)", "\n".join([*parts, _presets()]))
 
 
 def _losses(kinds: Sequence[type[BaseModel]]) -> str:
@@ -132,26 +134,23 @@ def _command_rows(path: str, command: object) -> Iterator[str]:
 
 
 def _presets() -> str:
-    """The presets as columns of one table: each value with its place in the paper."""
-    settings = sorted({key for preset in PRESETS.values() for key in preset})
-    rows = [
-        f"| `{key}` | {' | '.join(_published(preset[key]) if key in preset else '' for preset in PRESETS.values())} |"
-        for key in settings
-    ]
-    head = f"| setting | {' | '.join(f'`{name}`' for name in PRESETS)} |"
-    return "\n".join([PRESETS_HEAD, head, f"|---|{'---|' * len(PRESETS)}", *rows, ""])
+    """The presets as lists: the values of each place in its paper."""
+    lines = [PRESETS_HEAD]
+    for name, preset in PRESETS.items():
+        places: dict[str, list[str]] = {}
+        for key, setting in preset.items():
+            found = re.search(r"(table|section|figure|equation|algorithm) [\d.]*\d|experiment", setting.source)
+            places.setdefault(found[0].capitalize() if found else "No place", []).append(_published(key, setting))
+        rows = [f"- {place}: {', '.join(places[place])}" for place in sorted(places, key="No place".__eq__)]
+        lines += [f"### `{name}`", "", PAPERS[name], "", *rows, ""]
+    return "\n".join(lines)
 
 
-def _published(setting: Setting) -> str:
-    """A value of a preset, with its place in the paper."""
-    value = setting.value
-    if isinstance(value, dict):
-        shown = ", ".join(f"{key} {json.dumps(one).strip(chr(34))}" for key, one in value.items() if key != "name")
-        shown = f"`{value['name']}`: {shown}"
-    else:
-        shown = f"`{json.dumps(value)}`" + (" of max_tokens" if setting.share_of_max_tokens else "")
-    place = re.search(r"(table|section|figure|equation|algorithm) [\d.]*\d|experiment", setting.source)
-    return f"{shown} ({place[0].replace('section ', '§')})" if place else shown
+def _published(key: str, setting: Setting) -> str:
+    """A value of a preset in TOML."""
+    if isinstance(setting.value, dict):
+        return f"`{key} = {{{', '.join(f'{name} = {json.dumps(one)}' for name, one in setting.value.items())}}}`"
+    return f"`{key} = {json.dumps(setting.value)}`" + (" of `max_tokens`" if setting.share_of_max_tokens else "")
 
 
 def metrics() -> str:
@@ -238,6 +237,8 @@ def _bounds(field: FieldInfo) -> str:
     found = {key: getattr(rule, key) for rule in field.metadata for key, _ in BOUNDS if hasattr(rule, key)}
     if found.keys() == {"ge", "le"}:
         return f" {found['ge']:g}..{found['le']:g}"
+    if found.get("ge") == 0:
+        del found["ge"]  # the page says it of all numbers
     return " " + ", ".join(f"{sign}{found[key]:g}" for key, sign in BOUNDS if key in found) if found else ""
 
 
@@ -295,10 +296,11 @@ def fields() -> str:
     for own in routes.values():
         for name, rule in own.items():
             rules.setdefault(name, []).append(rule)
-    common = {name: found[0] for name, found in rules.items() if len(found) > 1 and len(set(found)) == 1}
-    tables = {"Each route that has the field": common}
+    usual = {name: max(found, key=found.count) for name, found in rules.items()}
+    common = {name: rule for name, rule in usual.items() if rules[name].count(rule) > 1}
+    tables = {"Each route that has the field, unless its list below differs": common}
     for path, own in routes.items():
-        tables[f"`POST {path}`"] = {name: rule for name, rule in own.items() if name not in common}
+        tables[f"`POST {path}`"] = {name: rule for name, rule in own.items() if rule != common.get(name)}
     return "\n\n".join(_field_table(head, own) for head, own in tables.items())
 
 

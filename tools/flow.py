@@ -115,7 +115,7 @@ swarm.peer:Peer._listen
 swarm.verification:Verification.run
   swarm.strategy.pending:PendingOffers.next
   swarm.verification:Verification._read
-    swarm.trust.offer_reading:OfferReader.read
+    swarm.trust.encoding:OfferReader.read
       swarm.trust.claim_verification:OwnTasks.task
       swarm.trust.encoding:encode_offer
     reward.service:RewardService.score
@@ -154,8 +154,8 @@ gateway.server:Gateway._generate
       gateway.token_tree:TokenTree.open
     gateway.sessions:Session._begin
       gateway.sessions:Session._generate
-        gateway.samplers:TrainedSampler.completion
-          gateway.samplers:TrainedSampler._sampled
+        gateway.answer_request:TrainedSampler.completion
+          gateway.answer_request:TrainedSampler._sampled
             engine.pool.engine_pool:EnginePool.generate
             gateway.answer_text:AnswerText.add
         gateway.token_tree:TokenTree.commit
@@ -178,8 +178,8 @@ run.policy:ServedVersions.load
     experience.buffer:Buffer.record_version
   engine.pool.engine_pool:EnginePool.update_weights
     engine.pool.engine_pool:EnginePool._load
-      engine.pool.loading:Loader.loaded
-        engine.pool.loading:_load
+      engine.pool.members:Loader.loaded
+        engine.pool.members:_load
           engine.server.http_client:HttpEngine.update_weights
             engine.server.routes:EngineServer.update_weights @ UpdateWeightsRequest
               engine.compute.weight_loading:WeightSlots.staged

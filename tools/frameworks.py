@@ -7,7 +7,8 @@ examples/agents. Per mode:
 
 plain    the script answers a question of `shoal serve`
 trained  a run of ten steps finishes all groups, its audit is clean, and every logged token is what the engine sampled
-cut      a run whose max_tokens cuts every answer has truncated rollouts only
+cut      in a run with answers of one token, nearly drawn evenly from the vocabulary so that few are the end, the
+         truncated rollouts are those whose newest answer is cut, and there are some
 
 A mode that is not right makes the exit code 1. Results go to benchmarks/results/frameworks.jsonl, one line per mode.
 """
@@ -31,7 +32,7 @@ from engine_record import Record, compared, recorded_engine, rollouts
 
 from shoal.experience.audit import audit
 from shoal.run.prepare import model_directory
-from shoal.types import RolloutStatus
+from shoal.types import FinishReason, RolloutStatus
 
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = ROOT / ".venv-frameworks"
@@ -40,8 +41,8 @@ SHOAL = [sys.executable, "-m", "shoal.cli"]
 PLAIN_S = 300.0
 TRAINED_S = 3600.0
 QUESTIONS = 64
-CUT_TOKENS = 1
-"""Tokens of an answer that is cut: no answer of the model is as short, its end included."""
+CUT = {"max_tokens": 1, "temperature": 10.0}
+"""Settings of answers that are cut. At temperature 1 some frameworks' last question is answered by the end alone."""
 CONFIG = """run_dir = "run"
 [model]
 path = "demo-tools"
@@ -57,6 +58,7 @@ urls = ["{url}"]
 [rollout]
 group_size = 2
 max_tokens = {max_tokens}
+temperature = {temperature}
 [train]
 steps = {steps}
 groups_per_step = {groups}
@@ -160,13 +162,23 @@ def plain(framework: Framework, mode: str, url: str) -> str:
 
 
 async def run_of(
-    framework: Framework, mode: str, folder: Path, *, max_tokens: int, steps: int, groups: int
+    framework: Framework,
+    mode: str,
+    folder: Path,
+    *,
+    steps: int,
+    groups: int,
+    max_tokens: int = 192,
+    temperature: float = 1.0,
 ) -> tuple[Path, Record]:
     """Run directory of a training run with the framework as its agent, and the record of its engine. Raises `Wrong`."""
     async with recorded_engine(model_directory("demo-tools"), folder / "run" / "weights") as record:
         command = json.dumps(framework.command(mode))
         (folder / "run.toml").write_text(
-            CONFIG.format(command=command, url=record.url, max_tokens=max_tokens, steps=steps, groups=groups)
+            CONFIG.format(
+                **{"command": command, "url": record.url, "steps": steps, "groups": groups},
+                **{"max_tokens": max_tokens, "temperature": temperature},
+            )
         )
         with (folder / "output").open("w") as output:
             train = await asyncio.create_subprocess_exec(
@@ -192,13 +204,15 @@ async def measured(framework: Framework, mode: str, url: str, folder: Path, grou
     answer = plain(framework, mode, url)
     for part in ("trained", "cut"):
         questions(folder / part / "questions.jsonl")
-    run, record = await run_of(framework, mode, folder / "trained", max_tokens=192, steps=10, groups=groups)
+    run, record = await run_of(framework, mode, folder / "trained", steps=10, groups=groups)
     report, found = audit(run), rollouts(run)
     turns, equal = compared(found, record)
     failed = collections.Counter(one.reason for one in found if one.status is RolloutStatus.FAILED)
-    cut, _ = await run_of(framework, mode, folder / "cut", max_tokens=CUT_TOKENS, steps=1, groups=1)
+    cut, _ = await run_of(framework, mode, folder / "cut", steps=1, groups=1, **CUT)
     cut_rollouts = rollouts(cut)
-    truncated = sum(one.status is RolloutStatus.TRUNCATED for one in cut_rollouts)
+    truncated = {at for at, one in enumerate(cut_rollouts) if one.status is RolloutStatus.TRUNCATED}
+    newest = {at: one.turns[-1].completion.finish_reason for at, one in enumerate(cut_rollouts) if one.turns}
+    cut_last = {at for at, end in newest.items() if end is FinishReason.LENGTH}
     result: dict[str, object] = {
         "plain": answer,
         "groups": [report.consumed, 10 * groups],
@@ -206,14 +220,15 @@ async def measured(framework: Framework, mode: str, url: str, folder: Path, grou
         "rollouts": len(found),
         "failed": dict(failed),
         "reward": round(sum(one.reward.value for one in found) / max(1, len(found)), 3),
-        "truncated": [truncated, len(cut_rollouts)],
+        "truncated": [len(truncated), len(cut_last)],
+        "ended_by_themselves": len(cut_rollouts) - len(cut_last),
         "audit": sorted(report.findings),
         "turns": [equal, turns],
         "seconds": round(time.monotonic() - began),
     }
     right = report.consumed == 10 * groups and not failed and not report.failed and report.ok
-    if not (right and turns and equal == turns and cut_rollouts and truncated == len(cut_rollouts)):
-        reasons = [f"{one.status}: {one.reason}" for one in cut_rollouts if one.status is not RolloutStatus.TRUNCATED]
+    if not (right and turns and equal == turns and cut_last and truncated == cut_last):
+        reasons = [f"{cut_rollouts[at].status}: {cut_rollouts[at].reason}" for at in sorted(cut_last ^ truncated)]
         raise Wrong(json.dumps(result | {"not_truncated": reasons}))
     return result
 

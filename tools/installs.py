@@ -4,8 +4,9 @@ python tools/installs.py [--short] [NAME ...]
 
 The source is cloned into a folder with a space in its name. The README's lines without make install Shoal into an
 empty environment. Each walk then gets a layer over that environment, an empty home and an empty folder. It runs the
-`sh` blocks of its page as they are printed. Further arguments cut training to a few steps; nothing else is changed. A
-line that serves is ended by Ctrl-C after it has printed its address, and the curl line that it printed was answered.
+`sh` blocks of its page as they are printed. Further arguments cut training and sets of tasks to a few; a settings file
+of a page gets numbers that fit one host. Nothing else is changed. A line that serves is ended by Ctrl-C after it has
+printed its address, and the curl line that it printed was answered.
 The last line of standard output is a JSON object.
 """
 
@@ -42,7 +43,8 @@ serving() {
         kill -0 $served || break
         sleep 1
     done
-    ! grep -q ^curl served || bash -ec "$(grep -m 1 ^curl served | sed 's/^curl/curl -sS --fail-with-body/')"
+    request="s/^curl/curl -sS --fail-with-body/;s/-d '{/-d '{$ALSO/"
+    ! grep -q ^curl served || bash -ec "$(grep -m 1 ^curl served | sed "$request")"
     kill -INT -- -$served || true
     code=0; wait $served || code=$?
     cat served
@@ -74,8 +76,21 @@ class Walk:
     """Lines that the page prints outside of its `sh` blocks."""
     values: tuple[str, str] = ("", "")
     """A placeholder of those lines, and the walk's value for it."""
+    also: str = ""
+    """Further fields of the request that the served address is asked."""
+    sizes: tuple[tuple[str, str], ...] = ()
+    """Sizes in the page's settings, which become `run.toml`, and the walk's."""
     short: bool = False
     """Whether the short form has it."""
+
+    def settings(self) -> str:
+        """Text of the page's settings with the walk's sizes."""
+        text = re.findall(r"^```toml\n(.*?)^```$", (ROOT / self.page).read_text(), re.MULTILINE | re.DOTALL)[0]
+        for old, new in self.sizes:
+            if old not in text:
+                raise Stumble(f"{self.page} no longer has `{old}`: mend tools/installs.py")
+            text = text.replace(old, new)
+        return str(text)
 
     def lines(self) -> list[str]:
         """Printed lines, without comments and continued lines joined."""
@@ -103,9 +118,30 @@ WALKS = (
     Walk(
         "serve",
         "docs/reference/gateway.md",
-        after=("shoal serve --model DIR",),
+        after=("pip install 'shoal[serve]'", "shoal serve --model DIR"),
         values=("DIR", "demo"),
+        also='"response_format": {"type": "json_object"}, ',
         blocks=False,
+    ),
+    Walk(
+        "cluster",
+        "docs/guides/hosts.md",
+        after=("pip install 'shoal[cluster]'", "ray start --head", "shoal train run.toml"),
+        sizes=(
+            ("10.0.0.1:8200", "127.0.0.1:8217"),
+            ("{count = 8, gpus = 1}", "{count = 1}"),
+            ("{hosts = 2, gpus = 8}", "{hosts = 1}"),
+            ("rewards = 2", "rewards = 1"),
+        ),
+        blocks=False,
+    ),
+    Walk("software", "docs/guides/software.md"),
+    Walk(
+        "notebooks",
+        "docs/guides/library.md",
+        after=("pip install nbclient ipykernel", "jupyter execute examples/notebooks/*.ipynb"),
+        blocks=False,
+        in_clone=True,
     ),
     Walk(
         "tinker",
@@ -150,7 +186,15 @@ def script(lines: list[str]) -> str:
 
 
 def cut(line: str) -> str:
-    """A line with arguments that shorten its training."""
+    """A line with less training or fewer tasks.
+
+    A Ray cluster ends with the shell. verifiers' own environment gets the clone, and its packages no constraints.
+    """
+    if line.startswith("ray start"):
+        return f"{line} --num-cpus=4 --block &\nuntil ray status; do sleep 1; kill -0 $!; done"
+    if line.startswith("verifiers-venv/bin/pip"):
+        return "PIP_CONSTRAINT= " + line.replace("--no-deps shoal", '--no-deps "$CLONE"')
+    line = re.sub(r"--most \d+", "--most 6", line)
     if not TRAINS.search(line):
         return line
     shorter = re.sub(r"--train\.steps=\d+", LONGER, line) if "--train.steps" in line else f"{line.rstrip('& ')} {SHORT}"
@@ -224,6 +268,9 @@ def main() -> int:
             if walk.in_clone:
                 where = here / "a clone"
                 subprocess.run(["git", "clone", "-q", clone, where], check=True)
+            variables |= {"ALSO": walk.also, "CLONE": str(clone)}
+            if walk.sizes:
+                (where / "run.toml").write_text(walk.settings())
             lines = [f"shoal init {walk.starter}", f"cd my-{walk.starter}"] if walk.starter else []
             try:
                 took[walk.name] = walk_lines([*lines, *walk.lines()], where, variables, folder / f"{walk.name}.log")

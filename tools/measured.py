@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -52,7 +53,9 @@ ROOMS = {
     "frameworks.jsonl": ("gateway", "rollout"),
 }
 """Rooms whose code a raw file measures, for the files with a commit in each row."""
-EXPERIMENTS = ("areal_staleness", "async_speedup", "interrupt", "packing", "question_pool", "sapo_stacked", "tito")
+EXPERIMENTS = (
+    *("areal_staleness", "async_speedup", "interrupt", "packing", "question_pool", "rates", "sapo_stacked", "tito"),
+)
 """Experiments whose tables `--experiments` makes again from their runs."""
 
 
@@ -67,7 +70,7 @@ def table(head: Sequence[str], cells: Iterable[Iterable[str]]) -> str:
 
 
 def demo() -> str:
-    """Every run of the demo whose commit was kept, in the order in which it was measured."""
+    """Every run of the demo from its own model whose commit was kept, in the order in which it was measured."""
     head = ("date", "commit", "seed", "held-out, sampled", "held-out, greedy", "whole demo")
     return table(
         head,
@@ -75,7 +78,7 @@ def demo() -> str:
             (
                 one["date"],
                 one["commit"],
-                f"{one['seed']}{', the model of 2026-11-22' if 'warm_start_of' in one else ''}",
+                str(one["seed"]),
                 *(
                     f"{one[f'{k}_before']:.0%} -> {one[f'{k}_after']:.0%}".replace("%", " %")
                     for k in ("accuracy", "greedy")
@@ -83,7 +86,7 @@ def demo() -> str:
                 f"{one['wall_s']:.0f} s",
             )
             for one in rows("demo.jsonl")
-            if "commit" in one
+            if "commit" in one and "warm_start_of" not in one
         ),
     )
 
@@ -170,6 +173,11 @@ def sentences() -> Iterator[tuple[Path, str]]:
     packed = {one["sigma"]: one["speedup"] for one in json.loads((RUNS / "packing/results/results.json").read_text())}
     yield ROOT / "docs" / "experiments.md", f"{packed[1.0]:.2f} times as fast as padded ones"
     yield ROOT / "docs" / "experiments.md", f"with equal lengths {packed[0.0]:.2f}"
+    found = json.loads((RAW / "architectures.json").read_text())["architectures"].values()
+    models = Counter(one["word"] for one in found)
+    link = "[architectures](docs/reference/models.md)"
+    said = f"{models['computed']} {link} are computed as published, and {models['refused']} are refused"
+    yield ROOT / "README.md", said
 
 
 def wrong() -> list[str]:

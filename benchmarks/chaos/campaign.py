@@ -21,12 +21,10 @@ from benchmarks.chaos.victim import STANDSTILL_S, Victim
 from benchmarks.chaos.witness import Witness
 from benchmarks.flood import hostile_frames
 from shoal.config import Config, parse
-from shoal.experience.audit import audit
-from shoal.experience.findings import AuditReport, Check
+from shoal.experience.audit import AuditReport, Check, audit
 from shoal.run.commands.swarm import generate
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.swarm.answerers import RuleSolver
-from shoal.swarm.generator import GeneratorPace
+from shoal.swarm.generator import GeneratorPace, RuleSolver
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 
 SWARM = "reef"

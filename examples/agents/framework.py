@@ -19,7 +19,7 @@ from agents import (
 )
 from openai import AsyncOpenAI
 
-from shoal.environments.calculator import value_of
+from shoal.environments.games import value_of
 from shoal.types import Task
 
 set_tracing_disabled(True)

@@ -14,7 +14,7 @@ import msgspec
 
 from shoal.workspace.task import WorkspaceTask, tasks_in
 
-VERDICT = ("command", "kind", "files", "red", "green", "restored", "packages", "wall_s")
+VERDICT = ("command", "kind", "files", "red", "green", "restored", "packages", "wall_s", "all_or_nothing")
 
 
 def swapped(tasks: Sequence[WorkspaceTask]) -> list[WorkspaceTask]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib as mpl
 
 from shoal.experience.log import snapshot
-from shoal.observe.runs import read_run
+from shoal.observe.metrics import read_run
 
 HERE = Path(__file__).parent
 WINDOW = 20

@@ -20,8 +20,8 @@ from experiments.churn.cut import Cut
 from experiments.churn.findings import findings_of, has_step
 from shoal.config import parse, to_toml
 from shoal.run.demo_model.architecture import Shape, save, untrained
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
-from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 
 HERE = Path(__file__).parent

@@ -6,6 +6,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from experiments.areal_staleness.driver import Driver
 from experiments.grid import Record
@@ -24,7 +25,7 @@ GROUP_SIZE, SAMPLES = 8, 4
 HELD_OUT_SHARE = 0.2
 
 
-def course(regime: Mapping[str, object], arm: str, seed: int) -> Record:
+def course(regime: Mapping[str, Any], arm: str, seed: int) -> Record:
     """Trains one cell; the file is a seed's own choice of words, or the regime's own file."""
     with tempfile.TemporaryDirectory(prefix="shoal-pool-") as folder:
         file = Path(folder) / "questions.jsonl"

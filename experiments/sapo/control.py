@@ -19,9 +19,9 @@ from shoal.run.join_swarm import FOLDER
 from shoal.run.prepare import Prepared, prepare
 from shoal.run.training import train
 from shoal.swarm.wire.envelope import Envelope, Signer, opened, payload_of
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Offer
-from shoal.swarm.wire.options import NatsOptions
 
 NODES_PER_SEED = 1000
 """Node i of seed s has the seed s * 1000 + i."""

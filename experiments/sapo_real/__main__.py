@@ -15,12 +15,15 @@ from experiments.sapo.cells import Cells, keys_of
 from experiments.sapo.node import FRESH_S, WAIT_S, run_nodes
 from experiments.sapo_real.equal_time import equal_time, judged
 from experiments.sapo_real.specialties import node, own_tasks, started
+from experiments.sapo_real.warm import warm_model
 from shoal.config import Config, parse
 from shoal.model.quantised import SMOLLM2
 from shoal.run.demo_model.architecture import Shape, save, untrained
 
 HERE = Path(__file__).parent
 PAPERS_GROUPS = 8
+WARM = Path("runs") / "sapo-warm"
+"""Model after the lessons; it is made once."""
 
 
 def main(arguments: list[str]) -> None:
@@ -30,11 +33,12 @@ def main(arguments: list[str]) -> None:
     size = plan["quick" if cells.quick else "size"]
     planned = keys_of({SMOLLM2: None}, ["4/4"] if cells.quick else plan["cells"], [0] if cells.quick else plan["seeds"])
     with tempfile.TemporaryDirectory(prefix="shoal-sapo-real-") as made:
-        model, tasks = SMOLLM2, own_tasks()
+        model, tasks = "", own_tasks()
         if cells.quick:  # random weights: the form of a run, and no finding
             save(untrained(Shape(width=32), 0), Path(made))
             model = made
         elif cells.most != 0:
+            model = str(warm_model(WARM))
             tasks = started(cells.results, model, size["each"], size["start_s"])
 
         def measure(key: str, folder: Path) -> Record:
@@ -63,6 +67,7 @@ def node_config(
     settings = [f"train.groups_per_step={own}", f"train.steps={size['rounds']}", f"seed={seed}"]
     settings += [f"eval.every_steps={size['every']}", f"eval.questions={size['questions']}"]
     lasting: dict[str, JsonValue] = {"checkpoint": {"every_steps": size["rounds"]}, "stall_s": FRESH_S}
+    lasting["engine"] = {"max_running": 32, "max_model_len": size["context"]}  # nodes share one machine's memory
     return parse({**tree, **lasting, "run_dir": str(run), "swarm": swarm}, settings)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -76,7 +77,7 @@ def columns(differences: Sequence[float]) -> list[str]:
     return [f"{mean:+.3f}", between, f"{sign_flip_p(differences):.3f}"]
 
 
-def judged(runs: Mapping[str, Record]) -> list[Judged]:
+def judged(runs: Mapping[str, Any]) -> list[Judged]:
     """Held-out accuracy of 4/4 and of 8/0 as a judge's scores: a run is one number at each of its evaluations."""
     return [
         Judged(key, Condition.SOLO if cell == "8/0" else Condition.SWARM, at, score)

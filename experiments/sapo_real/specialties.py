@@ -19,7 +19,7 @@ from shoal.config import parse
 from shoal.run.commands.prospect import prospect_of
 
 RECIPE = Path(__file__).parents[2] / "examples" / "sapo" / "node.toml"
-EASY: dict[str, object] = {**SETTINGS, **{str(one["name"]): one["params"] for one in EASIEST}}
+EASY: dict[str, JsonValue] = {**SETTINGS, **{str(one["name"]): one["params"] for one in EASIEST}}
 """The easiest settings of each specialty."""
 
 
@@ -68,8 +68,8 @@ def chosen(start: Mapping[str, Mapping[str, Mapping[str, object]]]) -> list[dict
 
 
 def started(results: Path, model: str, each: int, seconds: float) -> list[dict[str, JsonValue]]:
-    """The specialties by start.json, which is measured first where it is missing."""
-    file = results / "start.json"
+    """The specialties by start_warm.json, which is measured first where it is missing."""
+    file = results / "start_warm.json"
     if not file.exists():
         results.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(start_of(model, each, seconds), indent=1) + "\n")

@@ -1,7 +1,7 @@
 """`python -m experiments.swe [--only KEY] [--results D]`: SmolLM2 learns to mend small programs in workspaces.
 
-A key is arm/seed. Both arms begin with the same model, which the lessons of examples/swe taught. The arm `swapped`
-trains with the hidden tests of other tasks, and is evaluated by the right ones.
+A key is arm/seed. Both arms begin with the same model, which the lessons of examples/swe taught. The arm `chance`, the
+control, trains with hidden tests that pass by chance whatever the program is, and is evaluated by the right ones.
 """
 
 import sys
@@ -13,7 +13,6 @@ from statistics import fmean
 import msgspec
 
 from examples.swe.small_programs import tasks, write
-from examples.swe.swapped import swapped
 from experiments.grid import Grid, Record, markdown
 from shoal.config import parse
 from shoal.observe.metrics import read_records
@@ -22,7 +21,9 @@ from shoal.run.training import run_training
 from shoal.workspace.task import WorkspaceTask
 
 HERE = Path(__file__).parent
-ARMS = ("real", "swapped")
+ARMS = ("real", "chance")
+CHANCE = 0.25
+"""Chance with which a hidden test of the control passes."""
 TAUGHT = Path("runs") / "experiment-swe"
 """Model after the lessons; it is made once."""
 
@@ -30,7 +31,7 @@ TAUGHT = Path("runs") / "experiment-swe"
 def main(arguments: list[str]) -> None:
     """Runs what is missing, then writes the table and the plot."""
     grid = Grid.asked(arguments, HERE, threads=None)
-    keys = [f"{arm}/{seed}" for seed in grid.plan["seeds"] for arm in ARMS]
+    keys = [f"{arm}/{seed}" for arm in ARMS for seed in grid.plan[f"{arm}_seeds"]]
     if done := grid.completed(keys, lambda key: course(grid.plan, *key.split("/"))):
         cells = [summary(arm, [one for one in done if one["arm"] == arm]) for arm in ARMS]
         grid.write(cells, table(cells))
@@ -69,10 +70,13 @@ def course(plan: Mapping[str, int | float], arm: str, seed: str) -> Record:
 
 
 def tasks_of(arm: str) -> list[WorkspaceTask]:
-    """The small programs; in the arm `swapped` those of training have the hidden tests of others."""
-    every = [*tasks()]
-    train, held = ([task for task in every if task.split == split] for split in ("train", "eval"))
-    return [*(swapped(train) if arm == "swapped" else train), *held]
+    """The small programs; in the arm `chance` the hidden tests of training pass by chance."""
+    test = f"import random\n\n\ndef test_f():\n    assert random.SystemRandom().random() < {CHANCE}\n"
+    by_chance = {"test_hidden.py": test}
+    every = tasks()
+    if arm == "real":
+        return [*every]
+    return [msgspec.structs.replace(one, files=by_chance) if one.split == "train" else one for one in every]
 
 
 def taught(steps: int) -> Path:
@@ -135,9 +139,9 @@ def draw(path: Path, runs: Sequence[Record]) -> None:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for run in runs:
-        color = {"real": "tab:blue", "swapped": "tab:gray"}[str(run["arm"])]
+        color = {"real": "tab:blue", "chance": "tab:gray"}[str(run["arm"])]
         steps, accuracies = zip(*run["sampled"], strict=True)
-        axes.plot(steps, accuracies, color=color, label=f"{run['arm']}, seed {run['seed']}")
+        axes.plot(steps, accuracies, color=color, label=run["arm"] if run["seed"] == 0 else None)
     axes.set(xlabel="training step", ylabel="held-out accuracy, sampled", ylim=(0, 1))
     axes.legend()
     figure.savefig(path, dpi=130)

@@ -32,8 +32,8 @@ from shoal.run.commands.starters import starter_folder
 from shoal.run.commands.whatif import what_if
 from shoal.run.prepare import model_directory
 from shoal.trainer.advantage import step_samples
-from shoal.trainer.fingerprint import fingerprint
 from shoal.trainer.ranks import ALONE
+from shoal.trainer.row_files import fingerprint
 from shoal.trainer.trainer import Trainer
 
 Weights = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]

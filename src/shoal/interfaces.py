@@ -1,12 +1,12 @@
 """The seams of Shoal, most of them Protocols. Implementations can be replaced; tests fake only these."""
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from shoal.plugins import in_thread
 from shoal.types import Completion, FinishReason, Group, Message, Outcome, Reward, Rollout, Sampling, Split, Task
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Environment:
 
     async def drawn(self, split: Split, index: int) -> Task:
         """The task at `index`, without blocking the event loop."""
-        return await asyncio.to_thread(self.draw, split, index)
+        return await in_thread(self.draw, split, index)
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Works on a task with the model until it is done. Any exception makes a failed rollout."""

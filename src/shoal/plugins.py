@@ -3,18 +3,24 @@
 A name is `module:name` or `file.py:name`: for losses, advantages, environments, rewards, agents, sharers and takers.
 """
 
+import asyncio
+import contextvars
 import hashlib
 import importlib.util
 import os
 import sys
 import sysconfig
+import threading
 import traceback
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
 from importlib import import_module
 from math import isfinite, nan
 from pathlib import Path
 from types import ModuleType
-from typing import SupportsFloat
+from typing import ParamSpec, SupportsFloat, TypeVar
 
 from shoal.errors import MOST_LISTED, ConfigError, ShoalError, did_you_mean
 from shoal.files import siblings
@@ -24,6 +30,11 @@ _LIBRARIES = tuple(
     for folder in (os.path.dirname(__file__), *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")))
 )
 MOST_CHARACTERS, MOST_SHOWN = 500, 80
+MOST_THREADS = 1024
+"""Calls of the user's plain functions at once; further ones wait."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def own_code(field: str, name: str) -> object:
@@ -122,6 +133,71 @@ def described(error: BaseException) -> str:
         own = [frame for frame in frames if not frame.filename.startswith((*_LIBRARIES, "<"))]
         what += f" ({Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name})" if own else ""
     return what.encode(errors="replace").decode()  # half of a surrogate pair can be raised, but not sent
+
+
+class _OwnThreads(Executor):
+    """Executor whose threads are many, and end with the process: a call that hangs holds up neither."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._threads = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Begins a call in a new thread; beyond `MOST_THREADS` it waits for one that ends."""
+        done = Future[T]()
+
+        def call() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except BaseException as error:  # who awaits the call gets it, as from any executor
+                done.set_exception(error)
+
+        with self._lock:
+            if self._threads >= MOST_THREADS:
+                self._waiting.append(call)
+                return done
+            self._threads += 1
+        try:
+            threading.Thread(target=self._work, args=(call,), name="plain function", daemon=True).start()
+        except RuntimeError:  # the machine has no more threads
+            with self._lock:
+                self._threads -= 1
+            raise
+        return done
+
+    def _work(self, call: Callable[[], None]) -> None:
+        while True:
+            call()
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                call = self._waiting.popleft()
+
+
+_THREADS = _OwnThreads()
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Calls the user's plain function in a separate thread, for which nothing else waits where it hangs.
+
+    Raises what it raises, as an `Exception` that can be awaited.
+    """
+    call = partial(contextvars.copy_context().run, _awaitable, partial(function, *args, **kwargs))
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, call)
+
+
+def _awaitable(call: Callable[[], T]) -> T:
+    """Result of a call. A `StopIteration` would never reach who awaits it, and what is no `Exception` ends tasks."""
+    try:
+        return call()
+    except BaseException as error:  # such as SystemExit, CancelledError and pytest's failures
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            raise
+        raise RuntimeError(described(error)) from error
 
 
 def numbers_of(given: object, count: int) -> list[float | None]:

@@ -3,7 +3,7 @@
 from benchmarks import run_bench
 from benchmarks.echo import answer_ids, tokenizer
 from benchmarks.gateway import Seen, _check
-from shoal.gateway.registry import Export, SampledTurn
+from shoal.gateway.sessions import Export, SampledTurn
 
 
 def test_the_gateway_benchmark_loses_and_retokenises_nothing() -> None:

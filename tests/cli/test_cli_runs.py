@@ -13,8 +13,8 @@ from shoal.cli import main
 from shoal.cli.runs import run_at, run_names
 from shoal.config import parse, to_toml
 from shoal.experience.log import FILE
-from shoal.observe.listing import listed_runs
 from shoal.observe.metrics import JsonlTracker
+from shoal.observe.status import listed_runs
 
 
 def make_run(run_dir: Path, steps: int, *, ended: bool) -> Path:

@@ -11,9 +11,7 @@ from shoal.run.demo_model.warm_start import demo_model
 
 
 @pytest.mark.timeout(900)
-def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank_and_a_role_that_always_ends_is_given_up() -> (
-    None
-):
+def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank_and_lost_roles_are_said() -> None:
     if not can_isolate():
         pytest.skip(f"needs root, for network and mount namespaces of its hosts; this is user {os.getuid()}")
     demo_model()
@@ -24,7 +22,8 @@ def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank_and_a_rol
     assert isinstance(report["recovered_s"], dict)
     assert report["recovered_s"]["rank"] > 0
     assert (report["lost"], report["doubled"], report["audit"]) == (0, 0, True)
-    (sentence,) = report["given_up"]  # type: ignore[misc]
+    waits, ends = sorted(report["said"], key=lambda one: "given up" in one)  # type: ignore[call-overload]
+    assert re.fullmatch(r"ray-engine-0 waits for a node with room; the Ray cluster has \d+ CPUs and 0 GPUs free", waits)
     wanted = r"ray-rewards-0 is given up: it ended 2 times within 600 s; the last time "
     wanted += r"(its command ended with code 2|Ray said: .+); "  # it may have been on the host that was killed
-    assert re.fullmatch(wanted + r"see \S+/doomed/ray-rewards-0\.log", str(sentence)), sentence
+    assert re.fullmatch(wanted + r"see \S+/doomed/ray-rewards-0\.log", ends), ends

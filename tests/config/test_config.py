@@ -84,7 +84,7 @@ def test_remote_tasks_register_at_an_address_that_they_can_reach(path: str, comp
     ],
 )
 def test_a_remote_task_has_no_setting_that_only_its_own_process_could_follow(name: str, value: object) -> None:
-    with pytest.raises(ConfigError, match=f"tasks.sums.{name}: expected none for a remote task, whose process"):
+    with pytest.raises(ConfigError, match=f"tasks.sums.{name}: expected none for a remote task, which has it"):
         parse({"tasks": [{"name": "sums", "service": "remote", name: value}]})
 
 
@@ -122,8 +122,8 @@ def test_every_section_says_what_it_is_about() -> None:
         ),
         (
             "asynchrony.late=mask_tokens",
-            "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, got "
-            "'mask_tokens': both would still train the tokens that it masks",
+            "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, or "
+            "with a loaded model as train.teacher, got 'mask_tokens': each would still train the tokens that it masks",
         ),
         (
             "swarm={external_groups = 2, round_offers = 3}",
@@ -358,6 +358,23 @@ def test_one_s_own_settings_win_over_a_preset(name: str) -> None:
 def test_a_part_of_a_preset_s_loss_can_be_set_by_itself() -> None:
     config = parse({**TASKS, "train": {"loss": {"clip_high": 3.0}}}, ["preset=glm5"])
     assert config.train.loss == DoubleSidedLoss(clip_low=0.3, clip_high=3.0)
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        {"advantage": "gae"},
+        {"advantage": "batch", "kl": {"coefficient": 0.1, "where": "reward"}},
+        {"teacher": "models/big"},
+        {"teacher": "models/big", "advantage": "rloo"},
+    ],
+)
+def test_what_changes_rows_is_refused_where_the_trainer_puts_its_own_advantages_in_their_place(train: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^asynchrony\.late: expected 'drop' or 'train'"):
+        parse({**TASKS, "train": train, "asynchrony": {"late": "mask_tokens"}})
+    with pytest.raises(ConfigError, match=r"^swarm\.credit: expected 'group'"):
+        parse({**TASKS, "train": train, "swarm": {"external_groups": 2, "credit": "group_likely"}})
+    assert parse({**TASKS, "train": train, "swarm": {"external_groups": 2, "credit": "group"}}).train.loss.name
 
 
 @pytest.mark.parametrize("loss", ["gspo", "gmpo"])

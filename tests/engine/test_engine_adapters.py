@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from engine_models import plain, saved
 from engine_server import PROMPT, threaded
-from shoal.engine.compute.adapters import FILE, PREFIX, SETTINGS, UNSUPPORTED
+from shoal.engine.compute.adapters import PREFIX, SETTINGS, UNSUPPORTED
 from shoal.engine.compute.options import EngineLimits, OnUpdate
 from shoal.engine.compute.request import Request, scoring
 from shoal.engine.compute.step_engine import StepEngine
 from shoal.engine.server.http_client import HttpEngine
 from shoal.errors import RequestRefused
+from shoal.files import ADAPTER_FILE
 from shoal.model.loading import load_model
 from shoal.types import FinishReason, Sampling
 
@@ -40,14 +41,14 @@ def adapter(model_dir: Path, folder: Path, seed: int, layers: str = "", **settin
                 key = f"{PREFIX}{name}.lora_{part}.weight"
                 tensors[key] = torch.randn(shape, generator=generator) * 0.2
     folder.mkdir(parents=True)
-    save_file(tensors, folder / FILE)
+    save_file(tensors, folder / ADAPTER_FILE)
     (folder / SETTINGS).write_text(json.dumps({"r": rank, "lora_alpha": 4.0, **settings}))
     return folder
 
 
 def merged(model_dir: Path, folder: Path) -> PreTrainedModel:
     """The model with the adapter in its weights, by transformers' own attention."""
-    model, tensors = plain(model_dir), load_file(folder / FILE)
+    model, tensors = plain(model_dir), load_file(folder / ADAPTER_FILE)
     scale = 4.0 / json.loads((folder / SETTINGS).read_text())["r"]
     modules = dict(model.named_modules())
     with torch.no_grad():

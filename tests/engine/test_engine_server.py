@@ -18,9 +18,8 @@ from engine_server import PROMPT, Server, changed_weights, running, serving, thr
 from environ import environment_of
 from external_engine import more_drawn
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.server.http_client import HttpEngine
+from shoal.engine.server.http_client import HttpEngine, engine_child
 from shoal.engine.server.http_server import main
-from shoal.engine.server.launch import engine_child
 from shoal.engine.server.protocol import MAX_BODY_BYTES
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import checksum
@@ -318,7 +317,7 @@ import asyncio, sys
 from contextlib import aclosing
 from pathlib import Path
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.server.launch import engine_child
+from shoal.engine.server.http_client import engine_child
 
 async def main():
     model, log = map(Path, sys.argv[1:])
@@ -360,5 +359,5 @@ def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(
 
 
 def test_the_client_loads_no_torch() -> None:
-    code = "import sys, shoal.engine.server.http_client, shoal.engine.server.launch; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.engine.server.http_client; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

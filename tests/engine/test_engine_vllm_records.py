@@ -95,11 +95,42 @@ def test_experts_are_stored_as_the_trainer_reads_them(experts: int) -> None:
 
 def test_experts_that_cannot_be_are_refused() -> None:
     tops = [{7: -0.5, 3: NO_LOGPROB}, {8: 0.0, 3: NO_LOGPROB}]
-    with pytest.raises(EngineUnavailable, match="experts of 3 tokens, expected 4"):
+    with pytest.raises(WrongAnswer, match=r"integers \[4, layers, k\], got uint8 \(3, 1, 2\)"):
         sampled(tops, {0: 4}, routed_experts=told(np.zeros((3, 1, 2), np.uint8)))
     for wrong in (told(np.zeros((4, 1, 2), np.uint8)), told(np.array([None])), b64encode(b"no file").decode()):
         with pytest.raises(WrongAnswer, match="routed_experts"):
             sampled(tops, {1: 4}, routed_experts=wrong)
+
+
+def header(shape: tuple[int, ...]) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<i8", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+def archive() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, experts=np.zeros((4, 1, 2)))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(told(np.full((4, 1, 2), value)) for value in (300, 2**40, np.nan, 1j, True)),
+        *(told(np.zeros(shape, np.uint8)) for shape in ((4, 1), (4, 1, 2, 3), (4,))),
+        *(b64encode(header(shape)).decode() for shape in ((1 << 50,), (1 << 40, 4, 2), (4, 1, 2))),
+        *(
+            b64encode(one).decode()
+            for one in (archive(), b"PK\3\4" + bytes(40), b"\x93NUMPY\1\0\x10\0" + b"{(" * 8, b"")
+        ),
+    ],
+)
+def test_a_file_that_holds_no_experts_is_a_wrong_answer_and_nothing_else(wrong: str) -> None:
+    """300 would be stored as 44, and what is raised otherwise ends the run."""
+    tops = [{7: -0.5, 3: NO_LOGPROB}, {8: 0.0, 3: NO_LOGPROB}]
+    with pytest.raises(WrongAnswer, match="routed_experts"):
+        sampled(tops, {0: 4}, routed_experts=wrong)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from test_engine_pool import CountingEngine, true_answer
 
 from shoal.engine.pool.engine_pool import EnginePool
-from shoal.engine.pool.named_models import NamedModel, NumberedWeights
-from shoal.engine.pool.replica import MOST_ADAPTERS
+from shoal.engine.pool.replica import MOST_ADAPTERS, NamedModel, NumberedWeights
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable, RequestRefused
 from shoal.files import ADAPTER_FILE, MODEL_FILE

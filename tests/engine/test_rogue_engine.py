@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from test_engine_pool import NOWHERE, CountingEngine, SilentEngine, true_answer, watched
 
 from shoal.engine.pool import canary
-from shoal.engine.pool.answers import AnswerRules
+from shoal.engine.pool.answers import AnswerRules, AskedTokens, check_completions
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.engine.pool.replica import ReplicaState
 from shoal.engine.server.http_client import HttpEngine
-from shoal.errors import EngineUnavailable, RequestRefused
+from shoal.errors import EngineUnavailable, RequestRefused, WrongAnswer
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
 from stub_server import Stub, stubbed
@@ -109,6 +109,30 @@ async def answers_of(bodies: Sequence[object]) -> None:
 @given(changed(RIGHT))
 def test_whatever_a_rogue_engine_answers_only_right_answers_are_returned(choice: object) -> None:
     asyncio.run(answers_of([{"choices": [choice]}]))
+
+
+@pytest.mark.parametrize(
+    ("experts", "is_right"),
+    [
+        (b"", True),
+        (bytes([15]) * 20, True),
+        (bytes([255]) * 20, True),
+        (bytes([16]) * 20, False),
+        (bytes([15]) * 19 + bytes([254]), False),
+        *((bytes(5 * width), False) for width in (1, 2, 3, 5, 8)),
+        (bytes(21), False),
+    ],
+)
+def test_experts_that_no_router_could_choose_are_a_wrong_answer(experts: bytes, is_right: bool) -> None:
+    """The trainer would train others, or end with an index error that the log repeats at each resume."""
+    limits = AnswerRules(VOCABULARY, experts=(16, 16), chosen=2)
+    asked = AskedTokens(2, SAMPLING, 1, 0, 64)
+    answer = Completion((5, 6, 7, 8), (-0.5,) * 4, (0,) * 4, FinishReason.LENGTH, experts)
+    if is_right:
+        check_completions([answer], asked, limits)
+    else:
+        with pytest.raises(WrongAnswer, match="routing"):
+            check_completions([answer], asked, limits)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -86,6 +87,23 @@ def test_a_reward_function_of_trl_s_kind_may_compare_the_completions_of_a_group(
     }
 
 
+def test_a_reward_function_of_trl_s_kind_takes_its_time_without_the_run_s_event_loop() -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(completions, **columns):
+        begun.set()
+        return [float(ended.wait(5))] * len(completions)
+
+    async def main() -> float:
+        served = trl_environment("d", ROWS, reward_funcs=[slow])
+        scoring = asyncio.create_task(served.score(served.draw(Split.TRAIN, 0), ["a"]))
+        await asyncio.to_thread(begun.wait)
+        ended.set()
+        return (await scoring)[0].value
+
+    assert asyncio.run(main()) == 1.0
+
+
 def test_a_reward_function_of_trl_s_own_scores_conversations() -> None:
     served = trl_environment("d", CHATS, reward_funcs=[think_format_reward])
     task = served.draw(Split.EVAL, 0)
@@ -145,6 +163,20 @@ def test_an_environment_of_trl_s_kind_is_played_with_tools_until_the_model_calls
     (described,) = json.loads(tools)
     assert described["function"]["parameters"]["properties"] == {"by": {"type": "integer", "description": "How much."}}
     assert asyncio.run(served.rollout(task, Scripted("no"))).reward == float(goal == 0)
+
+
+def test_a_tool_s_result_is_no_completion_of_the_model_where_the_conversation_is_cut() -> None:
+    seen = []
+
+    def said(completions, **columns):
+        seen.extend(completions)
+        return [0.0]
+
+    served = trl_environment("count", ROWS, environment_factory=Counter, reward_funcs=[said])
+    asked = [call("add", by=1) for _ in range(15)]
+    last = Message(Role.ASSISTANT, "once more", call("add", by=1).tool_calls)
+    asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), Scripted(*asked, last)))
+    assert seen == ["once more"]
 
 
 def test_rewards_see_the_environment_and_the_whole_conversation() -> None:

@@ -10,9 +10,7 @@ from benchmarks.work import CoinScorer
 from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from shoal.config import TaskConfig
-from shoal.environments.calculator import value_of
-from shoal.environments.hanoi import best_move, moved_disk
-from shoal.environments.lessons import REWRITE, played_turns
+from shoal.environments.games import REWRITE, best_move, moved_disk, played_turns, value_of
 from shoal.errors import TaskError
 from shoal.gateway.host import Host
 from shoal.rollout.agents.runner import AgentRunner

@@ -19,7 +19,7 @@ SPECIALTIES = [
     *("fraction_simplification", "decimal_arithmetic", "calendar_arithmetic", "binary_matrix"),
 ]
 """Of SAPO's controlled experiment."""
-SIZE = {"nodes": 8, "groups": 4, "rounds": 40, "each": 8, "questions": 72, "every": 10}
+SIZE = {"nodes": 8, "groups": 4, "rounds": 40, "each": 8, "questions": 72, "every": 10, "context": 512}
 
 
 def run(accuracies: list[float], processor_s: float, reward: float) -> Record:

@@ -3,8 +3,8 @@
 from experiments.swe.__main__ import summary, table, tasks_of
 
 
-def test_the_control_trains_on_others_tests_and_is_evaluated_by_the_right_ones() -> None:
-    real, control = tasks_of("real"), tasks_of("swapped")
+def test_the_control_trains_on_chance_and_is_evaluated_by_the_right_tests() -> None:
+    real, control = tasks_of("real"), tasks_of("chance")
     assert [task.sources for task in real] == [task.sources for task in control]
     assert {task.split for one, task in zip(real, control, strict=True) if one.files != task.files} == {"train"}
 

@@ -2,6 +2,8 @@
 
 import itertools
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -10,7 +12,7 @@ import pytest
 from shoal.experience.audit import audit
 from shoal.experience.checkpoint import checkpoints
 from shoal.experience.log import snapshot
-from shoal.run.blocking import END_S, SAVE_S
+from shoal.run.blocking import END_S, INTERRUPTED, SAVE_S
 from train_runs import children, start, wait_for_steps
 
 LEAVING_S = 10.0
@@ -40,6 +42,29 @@ def test_a_run_that_is_told_to_stop_ends_whatever_is_stopped(
     assert psutil.wait_procs(processes, timeout=LEAVING_S)[1] == []
     assert "Traceback" not in err
     assert audit(tmp_path / "run").ok
+
+
+HANGING = """
+import asyncio, threading
+from shoal.run.blocking import run_blocking
+
+async def main() -> None:
+    print("up", flush=True)
+    await asyncio.to_thread(threading.Event().wait)
+
+run_blocking(main())
+"""
+
+
+def test_a_thread_that_hangs_cannot_keep_a_process_that_is_told_to_stop() -> None:
+    with subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        try:
+            assert process.wait(timeout=END_S + LEAVING_S) == INTERRUPTED
+        finally:
+            process.kill()
 
 
 def test_sigterm_saves_the_step_that_is_trained(tmp_path: Path, tiny_model_dir: Path) -> None:

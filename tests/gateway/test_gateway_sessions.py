@@ -9,8 +9,8 @@ import aiohttp
 import pytest
 
 from gateway_engine import Served, served
-from shoal.gateway.registry import CLOSED_KEPT, SessionBounds
 from shoal.gateway.server import MAX_BODY_BYTES
+from shoal.gateway.sessions import CLOSED_KEPT, SessionBounds
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout
 from until import until

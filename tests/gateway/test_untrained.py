@@ -48,6 +48,26 @@ def test_several_choices_are_answers_of_their_own_under_one_unique_id() -> None:
     run(scenario, "one", "two", "three")
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("chat/completions", {"messages": ASK, "n": 3}),
+        ("completions", {"prompt": "count", "n": 3}),
+        ("completions", {"prompt": ["one", "two", "three"]}),
+    ],
+)
+def test_a_repeated_request_without_a_session_gets_an_answer_for_each_choice(path: str, asked: dict[str, Any]) -> None:
+    async def scenario(one: Served, client: openai.AsyncOpenAI) -> None:
+        retry = {"x-stainless-retry-count": "1"}
+        async with aiohttp.ClientSession() as http, http.post(f"{one.url}/v1/{path}", json=asked, headers=retry) as got:
+            assert got.status == 200, await got.text()
+            choices = (await got.json())["choices"]
+        said = {choice.get("text") or choice["message"]["content"] for choice in choices}
+        assert said == {"one", "two", "three"}
+
+    run(scenario, "one", "two", "three")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_the_text_and_the_engine_s_work(stream: bool) -> None:
     async def scenario(one: Served, client: openai.AsyncOpenAI) -> None:

@@ -11,7 +11,7 @@ from benchmarks.published_models import PUBLISHED, shortened
 from fake_cuda import cuda_of_fakes
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
-from shoal.trainer.fake_ranks import ShapesOnly, fake_rank
+from shoal.trainer.fake_run import ShapesOnly, fake_rank
 from shoal.trainer.ranks import Ranks, local
 from shoal.trainer.trainer import Trainer
 

@@ -10,7 +10,7 @@ from benchmarks.published_models import shortened
 from collectives import Log
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
-from shoal.trainer.fake_ranks import ShapesOnly, fake_rank
+from shoal.trainer.fake_run import ShapesOnly, fake_rank
 from shoal.trainer.packing import Minibatch, RowBatch
 from shoal.trainer.ranks import Ranks
 from shoal.trainer.step_stats import StepTotals

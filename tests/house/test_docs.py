@@ -16,6 +16,8 @@ import typer
 from test_layers import SOURCE, modules
 
 from shoal.config import Config, parse
+from shoal.net.joining import Admitted, NotJoined
+from shoal.tasks.remote_protocol import DrawJob, JobDone, JobFailed, RolloutJob, ScoreJob, TaskRole
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -55,6 +57,21 @@ def test_every_example_of_a_document_is_valid(page: Path) -> None:
         json.loads(text)
     for text in blocks(page, "python"):
         exec(compile(text, str(page), "exec"), {"__name__": page.stem})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_begin_lines_behind_an_empty_one(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"^.*\S +#{2,} .*$|^[^\n#].*\n#{2,} .*$", prose, re.MULTILINE)
+
+
+def test_the_pure_cores_whose_coverage_is_measured_exist() -> None:
+    """Coverage says nothing about a file that is not there."""
+    named = re.search(r"^PURE := ((?:.*\\\n)*.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert named is not None
+    names = named[1].replace("\\", " ").split()
+    assert len(names) > 10
+    assert [name for name in names if f"{name}.py" not in MODULES] == []
 
 
 def test_the_readme_has_a_configuration_to_begin_with() -> None:
@@ -142,6 +159,29 @@ def test_the_figures_of_automatic_ratios_are_those_of_their_data() -> None:
 def test_sentences_and_tables_say_what_their_raw_files_have() -> None:
     done = subprocess.run([sys.executable, ROOT / "tools" / "measured.py"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+def test_the_page_of_tasks_has_every_message_of_a_worker_with_its_fields() -> None:
+    table = (
+        (ROOT / "docs" / "guides" / "tasks.md")
+        .read_text()
+        .partition("| message | from | has |")[2]
+        .partition("\n\n")[0]
+    )
+    named = set(re.findall(r"`(\w+)`", table))
+    messages = (TaskRole, Admitted, NotJoined, DrawJob, RolloutJob, ScoreJob, JobDone, JobFailed)
+    wanted = {str(kind.__struct_config__.tag) for kind in messages}
+    assert named == wanted.union(*(kind.__struct_fields__ for kind in messages))
+
+
+def test_the_page_of_a_run_has_every_event() -> None:
+    listed = set(
+        re.findall(r"`(\w+)`", (ROOT / "docs" / "reference" / "run.md").read_text().partition("of kind `event`")[2])
+    )
+    logged = re.compile(r"(?:log_event|on_event)\(\s*\"([a-z_]+)\"")
+    found = {name for path in SOURCE.rglob("*.py") for name in logged.findall(path.read_text())}
+    assert len(found) >= 10
+    assert found <= listed
 
 
 def test_functions_that_the_algorithms_name_exist() -> None:

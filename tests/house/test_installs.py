@@ -1,7 +1,9 @@
 """The walks of `make installs` take their lines from the pages, and a line that fails is a stumble."""
 
 import os
+import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,21 @@ def test_a_server_that_ends_before_it_has_an_address_is_a_stumble(tmp_path: Path
         walk_lines(["shoal view"], tmp_path, variables, tmp_path / "log")
 
 
-def test_only_training_is_cut() -> None:
+def test_settings_of_a_page_get_the_sizes_of_the_walk() -> None:
+    (walk,) = [walk for walk in WALKS if walk.sizes]
+    assert "gpus" not in walk.settings()
+    with pytest.raises(Stumble, match="no longer has `rewards = 9`"):
+        replace(walk, sizes=(("rewards = 9", ""),)).settings()
+
+
+def test_every_extra_that_a_page_names_is_walked() -> None:
+    """Trackers, which `make trackers` runs, apart."""
+    named = {name for page in ROOT.glob("docs/**/*.md") for name in re.findall(r"'shoal\[(\w+)\]'", page.read_text())}
+    walked = {name for walk in WALKS for line in walk.lines() for name in re.findall(r"'shoal\[(\w+)\]'", line)}
+    assert named - walked == {"wandb"}
+
+
+def test_only_training_and_sets_of_tasks_are_cut() -> None:
     assert cut("shoal train run.toml --dry-run") == "shoal train run.toml --dry-run"
     assert cut("shoal train run.toml &").endswith(" &")
     assert cut("shoal train --resume first --train.steps=200") == "shoal train --resume first --train.steps=5"

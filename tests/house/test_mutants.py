@@ -23,7 +23,8 @@ def test_calls_arguments_and_conditions_are_changed_one_at_a_time() -> None:
     found = {(one.function, one.before, one.after) for one in mutants.mutants_of("experience/gate.py")}
     product = "self.staleness.versions_admitted(self.version) {} self.groups_per_version"
     assert ("AdmissionGate.budget", product.format("*"), product.format("/")) in found
-    assert len({one.source() for one in mutants.mutants_of("experience/gate.py")}) == len(found)
+    each = [(one.key, one.source()) for one in mutants.mutants_of("experience/gate.py")]
+    assert len({source for _, source in each}) == len({key for key, _ in each}) == len(each)
     wired = {(one.before, one.after) for one in mutants.mutants_of("run/policy.py")}
     assert ("idle", "not (idle)") in wired
     assert ("await buffer.drop(sorted(idle), UNINFORMATIVE)", "None") in wired

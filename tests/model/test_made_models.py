@@ -14,7 +14,7 @@ import pytest
 
 from shoal.errors import ModelError
 from shoal.model.made_models import REFUSAL, make
-from shoal.model.making import Making
+from shoal.model.quantised import Making
 
 MAKER = """
 import sys, time
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def making(how: str) -> "subprocess.Popen[str]":
     """Another process that makes a model."""
-    script = f"from shoal.model.made_models import make; make('other', 'maker', [{how!r}])"
+    script = f"from shoal.model.quantised import make; make('other', 'maker', [{how!r}])"
     return subprocess.Popen(
         [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True, env=dict(os.environ)
     )

@@ -15,6 +15,9 @@ from shoal.engine.compute.weight_loading import StagedWeights
 from shoal.model.loading import load_model
 from shoal.model.mixers import mixers_of
 from shoal.model.packed import packed_logprobs
+from shoal.model.tensor_files import TensorFiles
+from shoal.trainer.ranks import ALONE
+from shoal.trainer.sharded_start import loaded
 from shoal.types import Sampling
 
 BOTH = {"num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -62,6 +65,18 @@ FAMILIES: dict[str, dict[str, object]] = {
         "num_hidden_layers": 4,
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "mamba_d_state": 8,
+    },
+    "NemotronH": {
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 4,
+        "time_step_min": 0.6,
+        **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1},
     },
     "DeepseekV32": INDEXED,
     "GlmMoeDsa": {**INDEXED, "indexer_types": ["full", "shared"]},
@@ -123,6 +138,32 @@ def test_answers_that_are_shared_read_in_parts_interrupted_and_continued_are_tho
         for draft in (draft for request in (*requests, turn) for draft in request.drafts):
             wanted = of_alone(theirs, [*draft.prompt_ids, *draft.sampled])[draft.prompt_len - 1 :]
             torch.testing.assert_close(torch.tensor(draft.logprobs), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_bound_of_steps_holds_after_what_an_adapter_adds(tmp_path: Path) -> None:
+    path = saved("NemotronH", tmp_path, **FAMILIES["NemotronH"])
+    ours, theirs = load_model(path), plain(path)
+    for model in (ours, theirs):
+        for name, module in model.named_modules():
+            if name.endswith("in_proj"):
+                module.register_forward_hook(lambda _, __, projected: projected - 1.0)
+    engine, request = StepEngine(ours, EngineLimits(64)), Request([5, 6, 7, 8, 9], Sampling(10, seed=1))
+    engine.submit(request)
+    finish(engine)
+    (draft,) = request.drafts
+    with torch.no_grad():
+        wanted = of_alone(theirs, [*draft.prompt_ids, *draft.sampled])[draft.prompt_len - 1 :]
+    torch.testing.assert_close(torch.tensor(draft.logprobs), wanted, rtol=0, atol=1e-4)
+
+
+def test_weights_that_come_after_the_model_was_made_bound_the_steps(tmp_path: Path) -> None:
+    """As where each rank makes an empty model, and fills in what it needs."""
+    path = saved("NemotronH", tmp_path, **FAMILIES["NemotronH"])
+    ours = loaded(path, ALONE, "cpu", files=TensorFiles(path))
+    row = ROWS[0]
+    with torch.no_grad():
+        logp_T = packed_logprobs(ours, torch.tensor(row), [len(row)])
+        torch.testing.assert_close(logp_T[1:], of_alone(plain(path), row), rtol=0, atol=1e-4)
 
 
 def finish(engine: StepEngine) -> None:

@@ -113,6 +113,7 @@ async def test_who_asks_a_killed_trainer_and_who_watches_it_say_the_same_sentenc
 def test_a_child_that_closes_its_socket_and_lives_is_killed(tmp_path: Path, loop: Loop) -> None:
     async def run() -> None:
         async with Script(DEAF, tmp_path) as child:
+            child.grace_s = 0.3
             with pytest.raises(ChildDied, match="closed its connection without ending, and was killed"):
                 await child.call(b"anybody there?", 120)
             assert (await child.died()).returncode == -signal.SIGKILL
@@ -199,6 +200,8 @@ def test_a_stopped_child_with_unsent_bytes_is_ended(tmp_path: Path, loop: Loop) 
 
 class Sleeper(Child):
     """A child that does nothing, and does not end when it is asked to."""
+
+    grace_s = 0.3
 
     def __init__(self, folder: Path) -> None:
         super().__init__("sleeper", "", [], folder / "log", os.environ)

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from shoal.observe.answers import change_lines, changes
-from shoal.observe.metrics import JsonlTracker
+from shoal.observe.metrics import JsonlTracker, read_run
+from shoal.observe.progress import change_lines, changes
 from shoal.observe.report import result_html, write_report
-from shoal.observe.runs import read_run
 
 
 def write_answers(run_dir: Path, steps: dict[int, list[str]], question: str = "reverse river") -> None:

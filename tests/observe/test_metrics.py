@@ -16,8 +16,8 @@ import pytest
 
 from shoal.config import MetricsConfig
 from shoal.errors import ConfigError, RunDirError
+from shoal.observe.charts import ANSWER_NAMES, CHARTS, EVAL_NAMES, STEP_NAMES
 from shoal.observe.metrics import JsonlTracker, Record, read_records, trackers_of
-from shoal.observe.names import ANSWER_NAMES, CHARTS, EVAL_NAMES, STEP_NAMES
 
 
 def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:

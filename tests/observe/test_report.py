@@ -15,11 +15,10 @@ from PIL import Image
 from buffer_values import open_buffer, run_group, train
 from shoal.config import parse, to_toml
 from shoal.errors import RunDirError
-from shoal.observe.metrics import JsonlTracker
+from shoal.observe.metrics import JsonlTracker, moving_average, read_run
 from shoal.observe.report import write_report
 from shoal.observe.report.figure import INK, charts_of
-from shoal.observe.runs import moving_average, read_run
-from shoal.observe.view.standing import figures
+from shoal.observe.status import figures
 
 NASTY = "<script>alert('x')</script>$a_b^"
 

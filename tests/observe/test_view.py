@@ -11,10 +11,9 @@ import pytest
 from shoal.errors import RunDirError
 from shoal.model.made_models import cache_directory
 from shoal.model.quantised import name_of
-from shoal.observe.charts import MOST_POINTS, drawn, thinned
+from shoal.observe.charts import CHARTS, MOST_POINTS, drawn, thinned
 from shoal.observe.export_extras import extras_of
-from shoal.observe.names import CHARTS
-from shoal.observe.runs import differences, watched
+from shoal.observe.metrics import differences, watched
 from shoal.observe.view.prose import visible
 from shoal.observe.view.waits import bottleneck
 from view_pages import DRAWN, lines_of, made, seen, viewing

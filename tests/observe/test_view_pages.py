@@ -10,12 +10,11 @@ import aiohttp
 
 from benchmarks.view_run import write_run
 from browser import Page, chromium
-from shoal.observe.runs import read_run
+from shoal.observe.metrics import read_run
+from shoal.observe.status import influence, swarm_status
 from shoal.observe.view.cost import Prices, cost
-from shoal.observe.view.held_out import MOST_EVALUATIONS, Questions, answers, questions, spaced
-from shoal.observe.view.standing import influence, swarm_status
-from shoal.observe.view.timeline import timeline
-from shoal.observe.view.waits import bottleneck, other_waits
+from shoal.observe.view.reading import MOST_EVALUATIONS, Questions, answers, questions, spaced
+from shoal.observe.view.waits import bottleneck, other_waits, timeline
 from shoal.types import Group, Message, Role, Task
 from view_pages import DRAWN, made, seen, viewing
 from view_run import MadeRun, rollout

@@ -120,6 +120,24 @@ async def test_a_run_that_goes_on_is_read_on_and_what_it_archives_is_still_found
     assert audit(run.run_dir).ok
 
 
+async def test_a_log_that_cannot_be_read_for_a_while_is_read_whole_afterwards(tmp_path: Path) -> None:
+    run_dir = await made(tmp_path / "run", 3)
+
+    def rename(before: str, after: str) -> None:
+        with closing(sqlite3.connect(run_dir / "log.sqlite")) as log, log:
+            log.execute(f"ALTER TABLE {before} RENAME TO {after}")
+
+    rename("rollouts", "aside")
+    index = RolloutIndex(run_dir, tmp_path / "index.sqlite")
+    try:
+        await until(lambda: "no such table" in index.problem)
+        rename("aside", "rollouts")
+        await until(lambda: index.complete)
+        assert index.search(Filter()).total == 3 * GROUPS * SIZE
+    finally:
+        index.close()
+
+
 async def test_the_keyboard_alone_leads_to_a_group_with_truth_parts_and_evidence_and_to_its_tokens(
     tmp_path: Path,
 ) -> None:

@@ -19,9 +19,8 @@ from shoal.checker import Exact
 from shoal.config import RewardConfig
 from shoal.errors import EngineError
 from shoal.net.server import serving
-from shoal.reward.cache import RewardCache
 from shoal.reward.llm_judge import score_in
-from shoal.reward.service import RewardService
+from shoal.reward.service import RewardCache, RewardService
 from shoal.types import Json, Message, Reward, RewardStatus, Role, Task
 
 T = TypeVar("T")

@@ -80,3 +80,17 @@ def test_a_scorer_that_says_something_else_is_a_failure_and_not_a_score() -> Non
 
     (reward,) = asyncio.run(run())
     assert (reward.status, reward.evidence) == (RewardStatus.FAILED, "only: no")
+
+
+def test_a_scorer_that_joins_and_leaves_at_once_is_waited_for_as_if_it_had_never_come() -> None:
+    async def run() -> list[Reward]:
+        scorer, honest = RemoteScorer(), Scorer("honest", json.dumps({"rewards": [RIGHT]}).encode())
+        asked = asyncio.create_task(scorer.score_by(Exact(), Task("t", "s", (), "1"), ["1"]))
+        await asyncio.sleep(0)
+        async with scorer.joined(RewardsRole(), Scorer("brief", b"")):
+            pass
+        await asyncio.sleep(0)
+        async with scorer.joined(RewardsRole(), honest):
+            return await asked
+
+    assert [one.value for one in asyncio.run(run())] == [1.0]

@@ -107,7 +107,7 @@ def test_a_scorer_that_raises_on_the_whole_answer_judges_the_final_line() -> Non
 
 JUDGED = """
 import json, sys, msgspec
-from shoal.reward.reasoning import scorer_of
+from shoal.reward.worker import scorer_of
 from shoal.types import Receipt
 receipt, truth, answer = json.loads(sys.argv[1])
 print(scorer_of(msgspec.json.decode(receipt, type=Receipt), truth)(answer)[0])

@@ -1,5 +1,8 @@
 """What becomes of a group between the scorer and the log, and how many groups run at once."""
 
+import asyncio
+import threading
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +25,7 @@ def doubled(one: Group) -> Group:
 
 def test_a_length_penalty_takes_off_what_was_drawn_and_keeps_the_score() -> None:
     before = group()
-    after = processed(before, hooks_of("t", ["correct", "length:0.01"]))
+    after = asyncio.run(processed(before, hooks_of("t", ["correct", "length:0.01"])))
     for old, new in zip(before.rollouts, after.rollouts, strict=True):
         assert new.reward.value == pytest.approx(old.reward.value - 0.01 * old.sampled_tokens)
         assert dict(new.reward.parts)[BEFORE] == old.reward.value
@@ -30,7 +33,7 @@ def test_a_length_penalty_takes_off_what_was_drawn_and_keeps_the_score() -> None
 
 
 def test_of_equal_answers_the_first_is_trained_with() -> None:
-    after = processed(group(), hooks_of("t", "dedup"))
+    after = asyncio.run(processed(group(), hooks_of("t", "dedup")))
     said = [rollout.messages[-1].content for rollout in after.rollouts]
     kept = [one.messages[-1].content for one in after.finished]
     assert len(set(said)) == len(kept) == len(set(kept))
@@ -38,9 +41,31 @@ def test_of_equal_answers_the_first_is_trained_with() -> None:
 
 
 def test_a_hook_of_the_user_s_that_raises_fails_the_group_with_its_reason() -> None:
-    after = processed(group(), hooks_of("t", "test_reward_hooks:doubled"))
+    after = asyncio.run(processed(group(), hooks_of("t", "test_reward_hooks:doubled")))
     assert not after.finished
     assert after.rollouts[0].reason.startswith("post-processing: ValueError: no (test_reward_hooks.py:")
+
+
+def test_a_hook_that_returns_no_group_fails_the_group_with_what_it_returned() -> None:
+    after = asyncio.run(processed(group(), [lambda one: None]))  # type: ignore[arg-type, return-value]
+    assert not after.finished
+    assert "expected the group from the hook, got None" in after.rollouts[0].reason
+
+
+def test_a_hook_that_blocks_holds_up_no_other_task() -> None:
+    asked = threading.Event()
+
+    def blocks(one: Group) -> Group:
+        assert asked.wait(30), "the event loop has waited for the hook"
+        return one
+
+    async def main() -> None:
+        running = asyncio.create_task(processed(group(), [blocks]))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(asked.set)
+        assert (await running).finished
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("word", ["unknown", "length:much", "nowhere:f", "math:nothing"])

@@ -20,8 +20,7 @@ from shoal.rehearsal.clock import run_virtual
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.rollout.orchestrator import ANOTHER, BAD_IN_A_ROW, Health, Source, attend
 from shoal.rollout.single_turn import failed
-from shoal.tasks.remote_environment import EnvironmentScorer, RemoteEnvironment
-from shoal.tasks.remote_server import TaskServer
+from shoal.tasks.remote_environment import EnvironmentScorer, RemoteEnvironment, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Rollout, RolloutStatus, Sampling, Split, Task
 

@@ -4,15 +4,19 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.engine.pool.engine_pool import EnginePool, PoolRequest
 from shoal.engine.pool.replica import Replica, ReplicaState
+from shoal.errors import ConfigError
 from shoal.interfaces import EngineInfo
 from shoal.run.engine_watch import ALLOWED_NATS, ALLOWED_TIMES, ENOUGH_TOKENS, MOST_ROWS, EngineMismatch
+from shoal.run.training import logprob_mismatch
 from shoal.types import Completion, FinishReason, Sampling
 
 TRUE_NATS = -2.0
@@ -30,7 +34,8 @@ class Sampled:
     async def generate(
         self, prompt: Sequence[int], sampling: Sampling, *, n: int = 1, **named: Any
     ) -> list[Completion]:
-        return [Completion((7,) * ROW, (TRUE_NATS + self.off,) * ROW, (0,) * ROW, FinishReason.LENGTH)] * n
+        length = sampling.max_tokens
+        return [Completion((7,) * length, (TRUE_NATS + self.off,) * length, (0,) * length, FinishReason.LENGTH)] * n
 
     async def info(self) -> EngineInfo:
         return EngineInfo(self.version, "", 64, 0.5, 1, 1, 0, 1, 0)
@@ -167,3 +172,26 @@ async def test_an_engine_that_is_set_to_rest_while_it_loads_weights_rests_on() -
     go_on.set()
     await updating
     assert [replica.state for replica in pool.replicas] == [ReplicaState.READY, ReplicaState.AWAY]
+
+
+@pytest.mark.parametrize("offs", [[-1.0, 0.0], [-1.0, -1.0, 0.0], [0.0, -1.0]])
+async def test_a_run_begins_with_the_engine_that_agrees_whichever_answers_first(offs: list[float]) -> None:
+    said: list[str] = []
+    policy = await policy_of(offs, said)
+    assert await logprob_mismatch(policy) == 0.0
+    assert not any(replica.resting for replica in policy.engine.replicas if replica.engine.off == 0.0)
+
+
+async def test_a_run_of_engines_that_all_differ_from_the_trainer_does_not_begin() -> None:
+    with pytest.raises(ConfigError, match="engine and trainer disagree about the same tokens"):
+        await logprob_mismatch(await policy_of([-1.0, -2.0], []))
+
+
+async def policy_of(offs: Sequence[float], said: list[str]) -> Any:
+    prepared = SimpleNamespace(
+        renderer=SimpleNamespace(stop_token_ids=(), prompt_ids=lambda messages: (1, 2)),
+        service=SimpleNamespace(draw=lambda split, index: SimpleNamespace(messages=())),
+    )
+    config = SimpleNamespace(seed=0, model=SimpleNamespace(dtype="float32"))
+    trained = SimpleNamespace(logprobs=trainer)
+    return SimpleNamespace(prepared=prepared, config=config, trainer=trained, engine=await pool_of(offs, said))

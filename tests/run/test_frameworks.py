@@ -38,9 +38,7 @@ def test_a_sdk_trains_on_what_the_engine_sampled(name: str, tmp_path: Path) -> N
 def test_cut_answers_of_a_sdk_are_truncated(tmp_path: Path) -> None:
     sdk = Here("anthropic", ("anthropic",))
     frameworks.questions(tmp_path / "cut" / "questions.jsonl")
-    run, _ = asyncio.run(
-        frameworks.run_of(sdk, "", tmp_path / "cut", max_tokens=frameworks.CUT_TOKENS, steps=1, groups=1)
-    )
+    run, _ = asyncio.run(frameworks.run_of(sdk, "", tmp_path / "cut", steps=1, groups=1, **frameworks.CUT))
     assert {one.status for one in rollouts(run)} == {RolloutStatus.TRUNCATED}, [one.reason for one in rollouts(run)]
 
 

@@ -110,6 +110,20 @@ def test_wrong_keywords_are_refused_by_name(settings: dict[str, object], sentenc
         config_of("demo", "chain_sum", **settings)
 
 
+@pytest.mark.parametrize(
+    "task",
+    [
+        {"name": "chain_sum", "scorer": "exact"},
+        {"name": "mine", "service": "jsonl", "path": "rows.jsonl", "scorer": {"name": "math"}},
+        {"name": "hanoi", "service": "turns"},
+        service_tasks.words,
+    ],
+)
+def test_a_reward_beside_a_task_that_scores_itself_is_refused(task: object) -> None:
+    with pytest.raises(ConfigError, match="expected none for"):
+        config_of("demo", ["basic_arithmetic", task], reward="json:loads")
+
+
 def test_rows_become_a_file_of_questions() -> None:
     (task,) = config_of("demo", [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(9)]).tasks
     rows = [json.loads(line) for line in Path(task.path or "").read_text().splitlines()]

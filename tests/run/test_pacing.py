@@ -1,7 +1,7 @@
 """Checkpoints come early in time, and evaluations that cost more than training are told."""
 
 from shoal.run.checkpoints import EARLY_S, CheckpointDue
-from shoal.run.held_out_evaluations import EvaluationCost
+from shoal.run.loop import EvaluationCost
 
 
 class Clock:

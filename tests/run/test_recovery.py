@@ -19,13 +19,13 @@ from shoal.experience import checkpoint
 from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
 from shoal.experience.log import FILE
+from shoal.files import MODEL_FILE as WEIGHTS
 from shoal.observe.metrics import JsonlTracker, Record, Trackers
 from shoal.run.policy import Policy
 from shoal.run.result import RunTotals
 from shoal.run.run_dir import open_buffer as recovery_buffer
 from shoal.run.run_dir import run_meta
 from shoal.run.training import HOUR_S, MOST_RANK_GROUPS, LostGroups, opened_run, recover
-from shoal.weights.store import FILE as WEIGHTS
 from shoal.weights.store import WeightStore
 
 CONFIG = parse({"tasks": [{"name": "gcd"}], "train": {"groups_per_step": 1}, "asynchrony": {"max_staleness": 1}})

@@ -4,14 +4,17 @@ import json
 import shutil
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from command import shoal
+from shoal import wire
 from shoal.experience import archive
-from shoal.experience.log import FILE, read, reading, weights_of
-from train_runs import events, start
+from shoal.experience.log import BODY_BYTES, FILE, read, reading, weights_of
+from shoal.types import Rollout
+from train_runs import events, finished
 
 STEPS = 50
 
@@ -19,12 +22,9 @@ STEPS = 50
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     """A run of fifty steps, three to a Version, of which two checkpoints are left."""
-    folder = tmp_path_factory.mktemp("replayed")
     more = (f"--train.steps={STEPS}", "--train.push_every=3", "--log.keep_steps=10", "--train.minibatches=2")
-    process = start(folder, tiny_model_dir, *more, "--train.reset_optimizer_at_push=true")
-    _, err = process.communicate(timeout=200)
-    assert process.returncode == 0, err
-    return folder / "run"
+    more += ("--train.reset_optimizer_at_push=true",)
+    return finished(tmp_path_factory.mktemp("replayed"), tiny_model_dir, *more)
 
 
 def test_every_step_of_a_run_is_taken_again_with_the_same_bits(run: Path) -> None:
@@ -46,20 +46,20 @@ def test_a_step_whose_log_was_changed_differs_and_so_do_the_steps_after_it(run: 
     last = STEPS - 1
     with closing(sqlite3.connect(other / FILE)) as connection, connection:
         consumed = "SELECT finished_seq FROM consumed WHERE step = ?"
-        for (seq,) in connection.execute(consumed, (last - 1,)).fetchall():  # all answers become the first
-            bodies = [
-                body for (body,) in connection.execute("SELECT body FROM rollouts WHERE finished_seq = ?", (seq,))
-            ]
-            for at in range(len(bodies)):
-                where = "WHERE finished_seq = ? AND position = ?"
-                connection.execute(f"UPDATE rollouts SET body = ? {where}", (bodies[0], seq, at))
+        for (seq,) in connection.execute(consumed, (last - 1,)).fetchall():  # a group without a signal gets one
+            first = "WHERE finished_seq = ? AND position = 0"
+            (body,) = connection.execute(f"SELECT body FROM rollouts {first}", (seq,)).fetchone()
+            rollout = wire.decode(body, Rollout, BODY_BYTES)
+            other_reward = replace(rollout.reward, value=1 - rollout.reward.value)
+            changed = wire.encode(replace(rollout, reward=other_reward))
+            connection.execute(f"UPDATE rollouts SET body = ? {first}", (changed, seq))
     shutil.rmtree(other / "checkpoints" / f"step-{last}")
     done = shoal("replay", str(other), f"--step={last - 1}", f"--to={last + 1}")
     assert done.returncode == 1
     lines = done.stdout.splitlines()
     assert "the same bits" in lines[0]
     assert "DIFFER" in lines[1]
-    assert "loss" in lines[1]
+    assert "grad_norm" in lines[1]
     assert "DIFFER" in lines[2]
     assert lines[-1] == "1 of 3 steps have the same bits as in the run"
 

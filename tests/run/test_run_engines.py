@@ -1,14 +1,19 @@
 """The engines of a run: those at URLs that come late, and are of no use."""
 
 import asyncio
+import json
 import socket
+from base64 import b64encode
 from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+from pydantic import JsonValue
+from safetensors.numpy import save_file
 
 from shoal.config import parse
 from shoal.engine.pool.engine_pool import EnginePool
@@ -32,9 +37,11 @@ def engine_stub() -> Stub:
     return Stub({path: (200, body) for path, body in answers.items()})
 
 
-def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyncContextManager[RunEngines]:
+def pool_of(
+    urls: list[str], directory: Path, on_event: OnEvent, **train: JsonValue
+) -> AbstractAsyncContextManager[RunEngines]:
     """The engines at these URLs as the engines of a run."""
-    config = parse({"tasks": [{"name": "gcd"}], "engine": {"urls": urls}})
+    config = parse({"tasks": [{"name": "gcd"}], "engine": {"urls": urls}, "train": train})
     renderer: Any = SimpleNamespace(stop_token_ids=())
     service: Any = None
     write_sizes(directory)
@@ -44,6 +51,7 @@ def pool_of(urls: list[str], directory: Path, on_event: OnEvent) -> AbstractAsyn
 
 def write_sizes(directory: Path) -> None:
     sizes = {"num_attention_heads": 1, "num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 97}
+    sizes |= {"num_experts_per_tok": 2}
     (directory / "config.json").write_bytes(msgspec.json.encode(sizes))
 
 
@@ -101,6 +109,34 @@ def test_the_credentials_of_an_engine_s_url_are_in_no_event_and_in_no_error(tmp_
     assert "no answer from http://***@127" in written
     assert "http://***@127" in written.splitlines()[-1]
     assert "secret" not in written
+
+
+@pytest.mark.parametrize("experts", [bytes(4), bytes(12), bytes([16] * 8)])
+def test_experts_that_the_model_s_routers_could_not_choose_are_a_wrong_answer(experts: bytes, tmp_path: Path) -> None:
+    """Two of 16 experts in one layer; the files have one layer more than the model."""
+    gates = {f"model.layers.{layer}.mlp.gate.weight": np.zeros((16, 8), np.float32) for layer in (0, 1)}
+    save_file(gates, tmp_path / "model.safetensors")
+    said: list[str] = []
+    logprobs = {"content": [{"token_id": token, "logprob": -0.5, "token": ""} for token in (5, 6)]}
+    choice = {"index": 0, "token_ids": [5, 6], "finish_reason": "length", "logprobs": logprobs}
+    choice["weight_versions"] = [{"version": 0, "start": 0, "end": 2}]
+
+    def says(routing: bytes) -> tuple[int, bytes]:
+        return 200, json.dumps({"choices": [{**choice, "routing": b64encode(routing).decode()}]}).encode()
+
+    async def run() -> None:
+        engine = engine_stub()
+        engine.answers["/inference/v1/generate"] = says(right := bytes([15] * 8))
+        async with stubbed(engine) as url, pool_of([url], tmp_path, said.append, router_replay=True) as kept:
+            (one,) = await kept.pool.generate((1, 2, 3), Sampling(2))
+            assert (one.routing, said) == (right, [])
+            engine.answers["/inference/v1/generate"] = says(experts)
+            asked = asyncio.create_task(kept.pool.generate((1, 2, 3), Sampling(2)))
+            await until(lambda: bool(said))
+            asked.cancel()
+
+    asyncio.run(run())
+    assert "gave a wrong answer: routing: expected" in said[0]
 
 
 def test_a_server_of_no_use_at_the_start_ends_it(tmp_path: Path) -> None:

@@ -26,9 +26,9 @@ from shoal.run.prepare import prepare
 from shoal.run.training import run_training, train
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.wire.envelope import Signer
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.types import Split
 from until import until

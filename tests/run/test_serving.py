@@ -10,7 +10,7 @@ import pytest
 from shoal.config import parse
 from shoal.net.server import PER_ADDRESS
 from shoal.run.commands.swarm import serve_human, serve_judge
-from shoal.swarm.human.questions import QuestionPace
+from shoal.swarm.human.human_node import QuestionPace
 from shoal.swarm.judge.judging import Rules
 
 NOWHERE = "nats://127.0.0.1:9"

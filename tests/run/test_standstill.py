@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.config import EngineConfig, ModelConfig
-from shoal.engine.server.launch import engine_child
+from shoal.engine.server.http_client import engine_child
 from shoal.errors import StoodStill
 from shoal.rehearsal.clock import run_virtual
 from shoal.run.engines import RunEngines
@@ -79,5 +79,5 @@ async def test_a_paused_engine_is_resumed_and_one_that_hangs_is_killed(tiny_mode
         assert await own.helped() == ["engine was paused and is resumed"]
         assert len(await engine.generate([5, 6], Sampling(3))) == 1
         os.kill(child.pid, signal.SIGSTOP)
-        assert await own.helped() == ["engine does not answer and is started again"]
+        assert await own.helped(0.5) == ["engine does not answer and is started again"]
         assert (await child.died()).returncode == -signal.SIGKILL

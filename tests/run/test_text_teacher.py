@@ -17,8 +17,7 @@ from shoal.config import parse
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError, EngineUnavailable
 from shoal.model.renderer_loading import load_renderer
-from shoal.model.spans import MOST_NATS
-from shoal.run.teacher import KEY_VARIABLE, ends_in, text_teacher
+from shoal.run.teacher import KEY_VARIABLE, MOST_NATS, ends_in, text_teacher
 from shoal.types import Sample
 from stub_server import Stub, stubbed
 from train_runs import start

@@ -13,11 +13,11 @@ from shoal.config import Config
 from shoal.experience.log import read, read_step, weights_of
 from shoal.run.commands.replay import settings_of
 from shoal.trainer.advantage import step_samples
-from shoal.trainer.fingerprint import fingerprint
 from shoal.trainer.ranks import ALONE
+from shoal.trainer.row_files import fingerprint
 from shoal.trainer.trainer import Trainer
 from shoal.types import Group
-from train_runs import start
+from train_runs import finished
 
 STEPS = 12
 SETTINGS = (
@@ -32,11 +32,7 @@ SETTINGS = (
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     """A run of twelve steps of eight groups."""
-    folder = tmp_path_factory.mktemp("machine")
-    process = start(folder, tiny_model_dir, *SETTINGS)
-    _, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return folder / "run"
+    return finished(tmp_path_factory.mktemp("machine"), tiny_model_dir, *SETTINGS)
 
 
 def groups_of(run: Path, step: int) -> list[Group]:

@@ -19,6 +19,7 @@ from shoal.experience.audit import Check, audit
 from shoal.experience.buffer import Buffer
 from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
+from shoal.files import MODEL_FILE as WEIGHTS
 from shoal.interfaces import EngineInfo
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.checkpoints import Checkpoints
@@ -33,7 +34,6 @@ from shoal.tasks.sdk import Definition
 from shoal.trainer.advantage import is_informative, returns_of
 from shoal.trainer.messages import StepStats, TokensFile
 from shoal.types import Group, Reward, Sample, Sampling, Task
-from shoal.weights.store import FILE as WEIGHTS
 from shoal.weights.store import WeightStore
 
 STEPS = 5
@@ -299,9 +299,29 @@ def test_no_more_of_a_task_plays_at_once_than_its_agent_or_environment_allows(tm
         async with playing(prepared, ScriptedEngine(made), answers) as runner:
             parts: Any = runner
             groups = orchestrator(prepared, runner, buffer)._sources
-            rollouts = {name: one.max_at_once for name, one in parts.by_service.items()}
+            rollouts = {name: one.most_at_once() for name, one in parts.by_service.items()}
             return rollouts, {name: one.groups_at_once() for name, one in groups.items()}
 
     rollouts, groups = asyncio.run(allowed())
     assert rollouts == {"game": 3, "acted": 5, "slow game": 1}
     assert groups == {"game": 2, "acted": 3, "asked": None, "slowed": 2, "slow game": 1}
+
+
+def test_a_worker_that_joins_later_adds_its_places() -> None:
+    service: Any = SimpleNamespace(rollout=plays, converses=True, max_running=2, timeout_s=1.0)
+    config, made = parse({"tasks": [{"name": "game"}, {"name": "slow", "max_running": 3}]}), renderer("qwen3")
+    environments = {"game": service, "slow": service}
+    prepared: Any = SimpleNamespace(
+        config=config, environments=environments, renderer=made, max_model_len=64, sampling=Sampling(4)
+    )
+
+    async def allowed() -> list[dict[str, int | None]]:
+        single: Any = SimpleNamespace(scorer=None)
+        async with playing(prepared, ScriptedEngine(made), single) as runner:
+            parts: Any = runner
+            seen = []
+            for service.max_running in (2, 5):
+                seen.append({name: one.most_at_once() for name, one in parts.by_service.items()})
+            return seen
+
+    assert asyncio.run(allowed()) == [{"game": 2, "slow": 2}, {"game": 5, "slow": 3}]

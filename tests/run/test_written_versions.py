@@ -7,8 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from shoal.config import parse
+from shoal.files import MODEL_FILE
 from shoal.run.policy import ServedVersions
-from shoal.weights.store import FILE, WeightStore, WrittenVersion
+from shoal.weights.store import WeightStore, WrittenVersion
 
 
 class HeldStore(WeightStore):
@@ -57,7 +58,7 @@ class Loading:
 async def test_a_step_does_not_wait_until_its_version_is_hashed_and_the_next_version_does(tmp_path: Path) -> None:
     both: Any = Writing()
     engine: Any = Loading()
-    prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
+    prepared: Any = SimpleNamespace(version_file=MODEL_FILE, config=parse({"tasks": [{"name": "gcd"}]}))
     store = HeldStore(tmp_path)
     versions = ServedVersions(prepared, engine, both, both, store)
     async with asyncio.TaskGroup() as tasks:
@@ -82,7 +83,7 @@ async def test_a_step_does_not_wait_until_its_version_is_hashed_and_the_next_ver
 async def test_a_version_of_no_loop_is_sealed_before_it_is_loaded(tmp_path: Path) -> None:
     both: Any = Writing()
     engine: Any = Loading()
-    prepared: Any = SimpleNamespace(version_file=FILE, config=parse({"tasks": [{"name": "gcd"}]}))
+    prepared: Any = SimpleNamespace(version_file=MODEL_FILE, config=parse({"tasks": [{"name": "gcd"}]}))
     versions = ServedVersions(prepared, engine, both, both, WeightStore(tmp_path))
     await versions.write(1)
     await versions.load()

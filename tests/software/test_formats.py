@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -60,22 +61,39 @@ def harbor(folder: Path, test: str = WRITES_REWARD, dockerfile: str = "FROM ubun
     return folder
 
 
-def terminal_bench(folder: Path) -> Path:
-    """A task in the layout of terminal-bench."""
+def terminal_bench(folder: Path, *, typed: bool = False) -> Path:
+    """A task in the layout of those that terminal-bench 0.2.9 brings; its base image has the folder /app."""
     (folder / "tests").mkdir(parents=True)
-    (folder / "task.yaml").write_text("instruction: |-\n  Write hello.txt.\nmax_test_timeout_sec: 60.0\n")
-    (folder / "Dockerfile").write_text("FROM python:3.13\nWORKDIR /app\n")
-    (folder / "run-tests.sh").write_text("#!/bin/bash\nuv run pytest $TEST_DIR/test_outputs.py -rA\n")
-    (folder / "tests" / "test_outputs.py").write_text(OUTPUTS)
-    (folder / "solution.sh").write_text(HELLO)
+    (folder / "task.yaml").write_text("instruction: |-\n  Write hello.txt.\nmax_test_timeout_sec: 60.0\ntags: [a]\n")
+    (folder / "Dockerfile").write_text(
+        "# note\nFROM x/t-bench/python-3-13:1\n\nCOPY given.txt /app\nCOPY given.txt more.txt .\n"
+    )
+    (folder / "docker-compose.yaml").write_text("services:\n  client:\n    image: ${IMAGE}\n")
+    for name in ("given", "more"):
+        (folder / f"{name}.txt").write_text("Hello, world!\n")
+    (folder / "run-tests.sh").write_text(
+        "#!/bin/bash\nsource $TEST_DIR/setup-uv-pytest.sh\nbash $TEST_DIR/run-uv-pytest.sh\n"
+    )
+    (folder / "tests" / "setup-uv-pytest.sh").write_text(
+        "apt-get install -y curl\n# pip install foo\necho 'pip install failed'\nuv init\n"
+        "python -m pip install -U pip -r more.txt --target out 'h11>=0.1' \\\n  \"idna # and more\n"
+        "uv add pytest==8.4.1 numpy==2.3.1 --index https://x.y\n"
+    )
+    (folder / "tests" / "run-uv-pytest.sh").write_text("uv run pytest $TEST_DIR/test_outputs.py -rA\n")
+    (folder / "tests" / "test_outputs.py").write_text(f"import numpy\n{OUTPUTS}")
+    if typed:
+        step = "- command: {}\n  min_timeout_sec: 0.1\n  block: true\n  append_enter: true\n\n"
+        (folder / "solution.yaml").write_text("# note\n" + step.format("ls") + step.format("cp given.txt hello.txt"))
+    else:
+        (folder / "solution.sh").write_text(HELLO)
     return folder
 
 
-@pytest.mark.parametrize("form", ["reward", "pytest", "terminal-bench"])
+@pytest.mark.parametrize("form", ["reward", "pytest", "terminal-bench", "terminal-bench, typed"])
 def test_the_oracle_gets_full_marks_and_doing_nothing_gets_none(tmp_path: Path, form: str) -> None:
     folder = tmp_path / form
-    if form == "terminal-bench":
-        terminal_bench(folder)
+    if form.startswith("terminal-bench"):
+        terminal_bench(folder, typed=form.endswith("typed"))
     else:
         harbor(folder, WRITES_REWARD if form == "reward" else DOWNLOADS_PYTEST)
     (task,) = tasks_of(folder)
@@ -83,6 +101,32 @@ def test_the_oracle_gets_full_marks_and_doing_nothing_gets_none(tmp_path: Path, 
     assert "hello.txt" in task.problem
     result = asyncio.run(checked(task, oracle(folder)))
     assert result.is_sound, result
+
+
+def test_the_tests_of_others_give_no_partial_credit(tmp_path: Path) -> None:
+    (task,) = tasks_of(terminal_bench(tmp_path / "task"))
+    assert task.packages == ("h11", "idna", "numpy", "pytest")
+    assert asyncio.run(checked(task, "echo wrong > hello.txt")).solution == 0.0
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("docker-compose.yaml", "services: {client: {}, db: {}}", "expected one service, got client, db"),
+        ("Dockerfile", None, "expected a Dockerfile or the name of an image, found none"),
+        ("tests/run-uv-pytest.sh", "pip install none-has-this", "its tests need the package none-has-this"),
+        ("solution.yaml", "- {command: vim a, append_enter: false}", "whole commands, got keys .*'vim a'"),
+        ("solution.yaml", None, "expected one script as the solution"),
+        ("task.yaml", "tags: []", r"expected task.yaml with an instruction.*instruction"),
+    ],
+)
+def test_a_task_that_cannot_be_played_here_is_refused(tmp_path: Path, file: str, text: str | None, says: str) -> None:
+    folder = terminal_bench(tmp_path / "task", typed=True)
+    (folder / file).unlink()
+    if text is not None:
+        (folder / file).write_text(text)
+    with pytest.raises(TaskError, match=says):
+        asyncio.run(checked(next(iter(tasks_of(folder))), oracle(folder)))
 
 
 def test_a_reward_that_the_agent_writes_itself_counts_for_nothing(tmp_path: Path) -> None:
@@ -130,6 +174,14 @@ def test_a_path_of_a_dockerfile_leads_nowhere_but_where_it_says(lines: str, targ
     recipe = recipe_of(f"FROM ubuntu:24.04\n{lines}\n")
     assert recipe.copies[0] == ("a", target)
     assert ".." not in recipe.place
+
+
+@pytest.mark.parametrize("lines", ["COPY a.txt .", "COPY a.txt /app", "WORKDIR /app/b\nCOPY a.txt /app/"])
+def test_a_file_that_another_image_has_elsewhere_needs_that_image(lines: str, tmp_path: Path) -> None:
+    folder = harbor(tmp_path / "task", dockerfile=f"FROM ubuntu:24.04\n{lines}\n")
+    (folder / "environment" / "a.txt").write_text("a")
+    with pytest.raises(TaskError, match="COPY to"):
+        list(tasks_of(folder))
 
 
 @pytest.mark.parametrize("place", ["environment/link.txt", "environment/data/link.txt", "tests/link.txt"])
@@ -182,6 +234,22 @@ def test_an_instance_of_swe_bench_has_its_tests_from_the_test_patch(tmp_path: Pa
     (task,) = tasks_of(tmp_path / "rows.jsonl", tmp_path / "trees")
     assert list(task.files) == ["tests/test_new.py"]
     assert asyncio.run(checked(task)).is_sound
+
+
+@pytest.mark.parametrize("name", ["oauthlib__oauthlib.1fd52536", "oauthlib__oauthlib.1fd52536.tar.gz", "idna-3.7.zip"])
+def test_a_repository_whose_name_has_a_dot_is_found(tmp_path: Path, name: str) -> None:
+    (source := tmp_path / "made").mkdir()
+    (source / "program.py").write_text("x = 1\n")
+    kind = {".gz": "gztar", ".zip": "zip"}.get(Path(name).suffix)
+    if kind is None:
+        source.rename(tmp_path / name)
+    else:
+        shutil.make_archive(str(tmp_path / name.removesuffix(".zip").removesuffix(".tar.gz")), kind, source)
+    repo = "idna-3.7" if name.startswith("idna") else "swesmith/oauthlib__oauthlib.1fd52536"
+    fields = {"instance_id": "one.func.1", "repo": repo, "problem_statement": "?", "patch": ""}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**fields, "FAIL_TO_PASS": ["t.py::a"], "PASS_TO_PASS": []}))
+    (task,) = tasks_of(tmp_path / "rows.jsonl")
+    assert task.red == ("t.py::a",)
 
 
 def test_an_instance_without_its_repository_names_what_is_missing(tmp_path: Path) -> None:

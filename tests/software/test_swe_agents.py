@@ -12,8 +12,8 @@ import msgspec
 import pytest
 
 from shoal.environments.workspace import command_in, small_task
+from shoal.net.chat import close_clients
 from shoal.net.client import session
-from shoal.net.openai_client import close_clients
 from shoal.tasks.remote_worker import HttpModel
 from shoal.types import Split
 from shoal.workspace.judge import judge

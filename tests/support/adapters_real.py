@@ -14,8 +14,7 @@ from benchmarks.work import CoinScorer
 from shoal.gateway.host import Host
 from shoal.model.chat_template import ChatRenderer
 from shoal.rollout.agents.runner import AgentRunner
-from shoal.tasks.remote_environment import RemoteEnvironment
-from shoal.tasks.remote_server import TaskServer
+from shoal.tasks.remote_environment import RemoteEnvironment, TaskServer
 from shoal.types import RolloutStatus, Sampling, Split
 
 HERE = Path(__file__).parent

@@ -15,9 +15,10 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file, save_file
 
-from shoal.engine.server.http_client import HttpEngine
+from shoal.engine.server.http_client import TOKEN_VARIABLE, HttpEngine
 from shoal.engine.server.http_server import engine_of, options_of, server_of
 from shoal.net.process import receive_frame, send_frame, torch_environment
 from shoal.net.server import serving as net_serving
@@ -94,6 +95,14 @@ def threaded(model: Path, *arguments: str, weights: Path | None = None) -> Itera
         finally:
             ending.set_result(None)
             served.result(60)
+
+
+@contextmanager
+def engine_here(model: Path, *arguments: str) -> Iterator[str]:
+    """Setting of a run whose engine is a thread of this process: its own one would take seconds to start."""
+    with threaded(model, *arguments) as server, pytest.MonkeyPatch.context() as environment:
+        environment.setenv(TOKEN_VARIABLE, server.token)
+        yield f'--engine.urls=["{server.url}"]'
 
 
 def changed_weights(model: Path, store: WeightStore, version: int, factor: float = -1.0) -> Path:

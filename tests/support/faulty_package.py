@@ -28,7 +28,8 @@ def endless(number: int) -> int:
         number -= 1
     return number
 '''
-TESTS = """from pathlib import Path
+TESTS = """import unittest
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies
@@ -58,6 +59,15 @@ def test_flaky():
     count = Path("count")
     count.write_text(count.read_text() + "x" if count.exists() else "x")
     assert clipped(len(count.read_text())) != 3
+
+
+class TestBackends(unittest.TestCase):
+    def test_partly_skipped(self):
+        for backend in ("this", "other"):
+            with self.subTest(backend):
+                if backend == "other":
+                    self.skipTest("it is not here")
+                assert clipped(4) == 4
 
 
 @given(strategies.integers())

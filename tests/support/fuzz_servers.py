@@ -37,22 +37,20 @@ from shoal.gateway.server import Gateway
 from shoal.interfaces import EngineInfo, LogitRules, ServedToken, ServedTokens
 from shoal.net.identity import Identity
 from shoal.net.server import serving
-from shoal.observe.runs import watched
+from shoal.observe.metrics import watched
 from shoal.observe.view.server import ViewServer
 from shoal.reward.service import RewardService
 from shoal.run.demo_model.architecture import Shape, save, untrained
-from shoal.swarm.human.human_node import HumanNode
-from shoal.swarm.human.questions import QuestionPace
+from shoal.swarm.human.human_node import HumanNode, QuestionPace
 from shoal.swarm.human.server import HumanServer, Rates
-from shoal.swarm.judge.judging import Judge, Rules
+from shoal.swarm.judge.judging import WIRE, Judge, JudgeServer, Rules
 from shoal.swarm.judge.messages import Challenge, ChallengeRequest, Condition, opened, signed
-from shoal.swarm.judge.server import WIRE, JudgeServer
 from shoal.swarm.judge.store import JudgeStore
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.procedural_client import ProceduralClient, Spec
-from shoal.tasks.remote_server import TaskServer
+from shoal.tasks.remote_environment import TaskServer
 from shoal.types import Completion, FinishReason, Sampling, Split
 from view_run import MadeRun
 

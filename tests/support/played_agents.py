@@ -49,7 +49,7 @@ def played(
             host = await stack.enter_async_context(hosting)
             play = await stack.enter_async_context(playing)
             runner = AgentRunner(
-                host, play, scorer, Sampling(200, seed=0), timeout_s=timeout_s, max_at_once=max_at_once
+                host, play, scorer, Sampling(200, seed=0), timeout_s=timeout_s, most_at_once=lambda: max_at_once
             )
             rollouts = list(await runner.rollouts(task, n))
             assert len(host.gateway.sessions) == 0, "every session was ended"

@@ -7,7 +7,7 @@ from tempfile import TemporaryDirectory
 
 from browser import Page, browser_path, chromium
 from shoal.net.server import serving
-from shoal.observe.runs import watched
+from shoal.observe.metrics import watched
 from shoal.observe.view.server import ViewServer
 from view_run import MadeRun
 

@@ -19,13 +19,13 @@ from shoal.config import Config, TaskConfig
 from shoal.errors import ExchangeUnavailable
 from shoal.net.identity import Identity
 from shoal.net.server import serving
-from shoal.swarm.human.human_node import HumanNode
-from shoal.swarm.human.questions import (
+from shoal.swarm.human.human_node import (
     MOST_ANSWERS,
     MOST_CHARACTERS,
     MOST_OPEN,
     TRIES,
     Given,
+    HumanNode,
     NotTaken,
     OpenQuestion,
     OpenQuestions,

@@ -18,9 +18,9 @@ from shoal.experience.log import FILE
 from shoal.net.identity import Identity
 from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
 from shoal.swarm.wire.envelope import Signer
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 from until import until
 

@@ -28,9 +28,9 @@ from shoal.net.chat import ChatChoice
 from shoal.net.identity import Identity
 from shoal.net.server import Refused, serving
 from shoal.run.commands.swarm import NINE
-from shoal.swarm.answerers import ChatModel
+from shoal.swarm.generator import ChatModel
 from shoal.swarm.judge.client import fitting, statements, take
-from shoal.swarm.judge.judging import Judge, Rules
+from shoal.swarm.judge.judging import Judge, JudgeServer, Rules, leaderboard_html
 from shoal.swarm.judge.messages import (
     MOST_BYTES,
     Answers,
@@ -45,7 +45,6 @@ from shoal.swarm.judge.messages import (
     opened,
     signed,
 )
-from shoal.swarm.judge.server import JudgeServer, leaderboard_html
 from shoal.swarm.judge.store import NEWEST, JudgeStore, Record, Standing, lower_bound
 from shoal.swarm.trust.rates import MOST_RATED, Buckets
 from shoal.tasks.procedural_client import ProceduralClient, Spec

@@ -18,8 +18,8 @@ from payloads import PAYLOADS
 from shoal.net.server import PAGE_HEADERS, json, look, serving
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.report import write_report
+from shoal.swarm.judge.judging import leaderboard_html
 from shoal.swarm.judge.messages import Condition
-from shoal.swarm.judge.server import leaderboard_html
 from shoal.swarm.judge.store import Standing
 
 LOOK = files("shoal.net").joinpath("look.css").read_text()

@@ -23,8 +23,8 @@ from benchmarks.memory_swarm import MemorySwarm
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
 from shoal.interfaces import Exchange
 from shoal.rehearsal.clock import run_virtual
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import KEPT_PER_AUTHOR, MOST_BEHIND, NatsExchange
-from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import MOST_STORED_BYTES, NatsServer, ServerOptions, server_config
 from until import until
 

@@ -23,8 +23,7 @@ from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
 from shoal.run.commands.swarm import answerer_of
 from shoal.run.standstill import waits
-from shoal.swarm.answerers import Answerer, ChatModel, RuleSolver, slip
-from shoal.swarm.generator import Generator, GeneratorPace
+from shoal.swarm.generator import Answerer, ChatModel, Generator, GeneratorPace, RuleSolver, slip
 from shoal.swarm.node import Node
 from shoal.swarm.peer import RETRY_S, Joined
 from shoal.swarm.trust.claim_verification import OwnTasks

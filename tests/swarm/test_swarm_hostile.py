@@ -22,9 +22,9 @@ from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, Signer
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout
-from shoal.swarm.wire.options import NatsOptions
 from shoal.swarm.wire.server import NatsServer, ServerOptions
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library

@@ -12,8 +12,7 @@ from typing import NoReturn
 from benchmarks.memory_swarm import MemorySwarm
 from chat_templates import ANSWERING, renderer_of
 from shoal.config import Config, SwarmConfig, TaskConfig
-from shoal.environments.calculator import calculator
-from shoal.environments.guess_number import guess_number
+from shoal.environments.games import calculator, guess_number
 from shoal.net.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.peer import Joined

@@ -29,9 +29,8 @@ from shoal.interfaces import Environment
 from shoal.net.joining import JOIN, NUMBER
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.tasks.library import library_of, written
-from shoal.tasks.remote_environment import RemoteEnvironment
+from shoal.tasks.remote_environment import NO_PROCESS, RemoteEnvironment, Service, ServiceLate, TaskServer
 from shoal.tasks.remote_protocol import DrawJob, RolloutJob, ScoreJob, TaskRole
-from shoal.tasks.remote_server import NO_PROCESS, Service, ServiceLate, TaskServer
 from shoal.tasks.remote_worker import RemoteWorker
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, definition_at
 from shoal.types import Message, Outcome, Reward, RewardStatus, Role, Split, Task

@@ -12,7 +12,7 @@ from joining import TOKEN, joining
 from shoal.errors import ConfigError
 from shoal.net.client import TOKEN_VARIABLE
 from shoal.net.listening import free_port
-from shoal.run.commands.serve_tinker import cluster_config
+from shoal.run.commands.serve import cluster_config
 from shoal.tinker.models_trainer import ServerSettings
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
 from tinker_server import KEYS, tinker_serving

@@ -10,7 +10,7 @@ import msgspec
 from shoal.cluster.registry import Gathered, RankRole
 from shoal.net.joining import JOIN, NUMBER
 from shoal.net.run_server import RunServer
-from shoal.run.commands.serve_tinker import _joined_trainer
+from shoal.run.commands.serve import _joined_trainer
 from shoal.tinker.futures import Futures
 from shoal.tinker.models_trainer import ServerSettings
 from shoal.tinker.store import Store

@@ -13,7 +13,7 @@ from tinker import types
 from benchmarks.tinker import compared
 from engine_models import plain
 from shoal.model.renderer_loading import load_renderer
-from shoal.observe.runs import WatchedRun
+from shoal.observe.metrics import WatchedRun
 from shoal.tinker.requests import MOST_BYTES
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
 from tinker_server import KEYS, TinkerServer, tinker_serving

@@ -21,10 +21,11 @@ from fuzz_tinker import POLICY, POSTS, floats, gradients, proto
 from shoal import wire
 from shoal.config import ModelConfig
 from shoal.errors import ChildDied, EngineError, ModelError, RequestRefused, TrainerError
+from shoal.net.server import Refused
 from shoal.tinker.bodies import encoded
 from shoal.tinker.data import gradient_of
 from shoal.tinker.models_trainer import ServerSettings
-from shoal.tinker.service import TinkerService
+from shoal.tinker.service import MOST_OPEN, SILENT_S, TinkerService
 from shoal.tinker.store import Sampler, Store
 from shoal.trainer.messages import (
     MOST_RATE,
@@ -256,3 +257,92 @@ def test_a_step_leaves_finite_weights_or_the_ones_that_were(
             files = [load_file(path) for path in Path(folder).iterdir()]
             assert all(bool(tensor.isfinite().all()) for file in files for tensor in file.values())
     models.close("stepped")
+
+
+def test_only_requests_that_a_restart_repeats_are_kept_after_their_time(tiny_model_dir: Path, tmp_path: Path) -> None:
+    fields, taken = gradients(weights=floats(1.0)) | {"model_id": "m", "seq_id": 1}, list[Request]()
+    changing_nothing = [("forward_backward", proto(fields | {"forward_only": True})), ("save", b"{}"), ("load", b"{}")]
+    gradient, refused = ("forward_backward", proto(fields)), json.dumps({"learning_rate": 7}).encode()
+    steps = [*changing_nothing, gradient, ("optim_step", ADAM), gradient, ("optim_step", refused)]
+    asked = [("create", b""), *steps, *changing_nothing, gradient, gradient]
+
+    class Recorder(ScriptedRank):
+        def _answer(self, request: Request) -> Answer:
+            taken.append(request)
+            is_refused = isinstance(request, OptimStep) and request.adam.learning_rate == 7
+            return TrainerFailed("no weight was changed", refused=True) if is_refused else super()._answer(request)
+
+    @asynccontextmanager
+    async def trainers() -> AsyncIterator[TrainerProcess]:
+        yield TrainerProcess([Recorder(KeyError)])
+
+    async def main() -> list[Request]:
+        of = ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0)
+        async with TinkerService(of, trainers=trainers) as service:
+            service.store.add_session("s", "owner")
+            service.store.add_model("m", "s", "tiny", encoded(Adapter(2)), "", False)
+            for number, (kind, body) in enumerate(asked):
+                service.submit(f"m/{number}", "m", kind, body)
+            await until(partial(nothing_pending, service.store), WAIT_S)
+            service.store.forget(before=1e12)
+            there = [n for n in range(len(asked)) if service.store.request(f"m/{n}") is not None]
+            assert there == [0, len(asked) - 2, len(asked) - 1]
+        taken.clear()
+        async with TinkerService(of, trainers=trainers) as service:
+            service.submit("m/100", "m", "optim_step", ADAM)
+            await until(partial(nothing_pending, service.store), WAIT_S)
+        return [request for request in taken if isinstance(request, Accumulate) and request.jobs]
+
+    assert len(asyncio.run(main())) == 2
+
+
+def test_a_store_forgets_all_requests_of_a_model_that_is_unloaded_and_of_others_what_their_states_contain(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path / "server.sqlite")
+    store.add_session("session", "owner")
+    for model in ("open", "unloaded"):
+        store.add_model(model, "session", "tiny", "{}", "", False)
+        for number, kind in enumerate(("create", "optim_step", "forward_backward", "save")):
+            store.add_request(f"{model}/{number}", model, kind, b"{}")
+            store.resolve(f"{model}/{number}", b"{}", repeats=kind != "save")
+        stepped = store.request(f"{model}/1")
+        assert stepped is not None
+        store.set_state(model, "state", stepped.number)
+    store.close_model("unloaded")
+    store.forget(before=1e12)
+    assert [store.request(f"open/{n}") is None for n in range(4)] == [False, True, False, True]
+    assert [store.request(f"unloaded/{n}") is None for n in range(4)] == [False, True, True, True]
+    store.close()
+
+
+def test_at_the_limit_a_model_whose_client_is_silent_makes_room_and_one_that_lives_does_not(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    now_s = [0.0]
+
+    async def main() -> None:
+        settings = ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0)
+        async with TinkerService(settings, clock=lambda: now_s[0]) as service:
+            store = service.store
+            for session in ("killed", "alive"):
+                store.add_session(session, "owner")
+                for number in range(MOST_OPEN // 2):
+                    store.add_model(f"{session}{number}", session, "tiny", encoded(Adapter(2)), "", False)
+            now_s[0] = SILENT_S - 1
+            service.hear("alive")
+            with pytest.raises(Refused, match="at most 64 models"):
+                service.make_room("owner")
+            service.make_room("another")
+            now_s[0] = SILENT_S
+            service.make_room("owner")
+            service.make_room("owner")
+            assert [request.target for request in store.pending()] == ["killed0"]
+            assert len(store.open_models("owner")) == MOST_OPEN - 1
+            store.close_model("killed0")
+            service.hear("killed")
+            store.add_model("new", "alive", "tiny", encoded(Adapter(2)), "", False)
+            with pytest.raises(Refused, match="at most 64 models"):
+                service.make_room("owner")
+
+    asyncio.run(main())

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.trainer import fingerprint as module
-from shoal.trainer.fingerprint import fingerprint, part
+from shoal.trainer import row_files as module
 from shoal.trainer.ranks import ALONE
-from shoal.trainer.row_files import Rows
+from shoal.trainer.row_files import Rows, fingerprint, part
 
 WEIGHTS = {
     "scale": torch.tensor(1.5),

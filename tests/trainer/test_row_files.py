@@ -18,6 +18,7 @@ from shoal.cluster.files import FileShelf, send_files
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import TrainerError
+from shoal.files import MODEL_FILE
 from shoal.net.client import Client
 from shoal.net.listening import free_port
 from shoal.net.run_server import RunServer
@@ -25,7 +26,7 @@ from shoal.trainer.ranks import ALONE, Ranks, local
 from shoal.trainer.row_files import RowLayout, rows_of, write_rows
 from shoal.trainer.trainer import Trainer
 from shoal.weights.manifest import manifest_of
-from shoal.weights.store import FILE, WeightStore
+from shoal.weights.store import WeightStore
 
 RANKS, TOKEN = 2, "a token of this test"
 MIXTURE = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "head_dim": 8, "moe_intermediate_size": 24}
@@ -63,14 +64,14 @@ def rank(index: int, models: dict[str, Path], folder: Path, master: str, url: st
 
     for case in CASES:
         (own / case).mkdir(parents=True)
-        trainer(models, case, ranks).write_weights(own / case / FILE)
+        trainer(models, case, ranks).write_weights(own / case / MODEL_FILE)
         asyncio.run(send(case))
     large = Trainer(models["large"], ModelConfig(device="cpu"), TrainConfig(), ranks=ranks)
     whole = sum(one.numel() * 4 for one in large.tensors().values())
     assert sum(float(local(one).sum()) for one in large.tensors().values())  # slices are read when they are first used
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")
-    large.write_weights(own / FILE)
+    large.write_weights(own / MODEL_FILE)
     assert memory("VmHWM") - before < 0.1 * whole
     distributed.destroy_process_group()
 
@@ -94,22 +95,22 @@ def test_ranks_without_a_directory_in_common_write_the_bytes_of_one_rank(tiny_mo
         store.seal(version)
         wanted = tmp_path / "alone" / case
         wanted.mkdir(parents=True)
-        trainer(models, case, ALONE).write_weights(wanted / FILE)
+        trainer(models, case, ALONE).write_weights(wanted / MODEL_FILE)
         shutil.copy(store.directory_of(version) / "checksum", wanted)
         assert manifest_of(version, store.directory_of(version)) == manifest_of(version, wanted), case
-        rows = [written_by_host(tmp_path / f"host-{index}" / case / FILE) for index in range(RANKS)]
-        assert sum(rows) == (wanted / FILE).stat().st_size, "no byte is written twice, and none is left out"
+        rows = [written_by_host(tmp_path / f"host-{index}" / case / MODEL_FILE) for index in range(RANKS)]
+        assert sum(rows) == (wanted / MODEL_FILE).stat().st_size, "no byte is written twice, and none is left out"
         # Layers that a checkpoint joins are gathered, and the first rank writes them.
         assert max(rows) < 0.75 * sum(rows) or (case == "joined" and rows[0] > rows[1] > 0), case
     half = len(CASES)  # of which one rank has sent its rows when the other one is killed
-    shutil.copy(tmp_path / "host-0" / "dense" / FILE, store.begin(half))
+    shutil.copy(tmp_path / "host-0" / "dense" / MODEL_FILE, store.begin(half))
     assert (store.kept(half), store.directory_of(half).exists()) == (None, False)
     assert list(store.begin(half).iterdir()) == [], "the next rank group begins it anew"
 
 
 def written_by_host(file: Path) -> int:
     """Bytes of a file that a rank wrote."""
-    ranges: list[list[int]] = json.loads(file.with_name(f"{FILE}.ranges").read_text())
+    ranges: list[list[int]] = json.loads(file.with_name(f"{MODEL_FILE}.ranges").read_text())
     return sum(size for _, size in ranges)
 
 

@@ -16,13 +16,13 @@ from shoal.engine.compute.options import EngineLimits
 from shoal.engine.compute.request import scoring
 from shoal.engine.compute.step_engine import StepEngine
 from shoal.errors import ConfigError, TrainerError
+from shoal.files import ADAPTER_FILE, MODEL_FILE
 from shoal.model.loading import load_model
 from shoal.model.renderer_loading import local_directory
 from shoal.run.demo_model.architecture import Shape, untrained
 from shoal.run.policy import PARITY_BOUND_NATS
 from shoal.trainer.trainer import Trainer
 from shoal.trainer.worker import TrainerProcess, local_ranks
-from shoal.weights.store import ADAPTER_FILE, FILE
 
 MIXTURE = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2}
 KINDS: dict[str, dict[str, object]] = {
@@ -149,7 +149,7 @@ def test_a_fresh_engine_gives_a_versions_logprobs_of_the_trainer(
     tmp_path: Path,
 ) -> None:
     model, config, dtype = models[str(case["model"]), bool(case["tied"])], config_of(case), str(case["dtype"])
-    file = tmp_path / (FILE if case["served"] == "merged" else ADAPTER_FILE)
+    file = tmp_path / (MODEL_FILE if case["served"] == "merged" else ADAPTER_FILE)
 
     def logprobs() -> list[list[float]]:
         if case["ranks"] == "one":

@@ -24,8 +24,10 @@ from shoal.config.training import DecoupledLoss, DoubleSidedLoss, GRPOLoss, Trai
 from shoal.errors import TrainerError
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
-from shoal.trainer.messages import RATIO_BOUNDS, StepStats
+from shoal.trainer.influence import influences
+from shoal.trainer.messages import RATIO_BOUNDS, Step, StepStats
 from shoal.trainer.optim import Optimizer, learning_rate
+from shoal.trainer.packing import Packer
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
@@ -198,6 +200,15 @@ def test_parity_logprobs_are_those_of_the_model_at_temperature_1(tiny_model_dir:
     assert [len(r) for r in ours.logprobs(rows)] == [3, 1, 0]
     for got, want in zip(ours.logprobs(rows), wanted, strict=True):
         assert got == pytest.approx(want, abs=1e-6)
+
+
+def test_logprobs_of_rows_with_a_common_beginning_are_those_of_each_row_alone(tiny_model_dir: Path) -> None:
+    rows = [[5, 6, 7, 8], [5, 6, 7, 9, 3], [5, 6, 2], [11], [4] * 17]
+    for budget in (16, 100):
+        ours = Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig(tokens_per_microbatch=budget))
+        alone = [ours.logprobs([row])[0] for row in rows]
+        for got, want in zip(ours.logprobs(rows), alone, strict=True):
+            assert got == pytest.approx(want, abs=1e-6)
 
 
 def test_a_step_computes_logprobs_at_the_temperature_that_its_tokens_were_sampled_at(tiny_model_dir: Path) -> None:
@@ -482,3 +493,19 @@ def test_the_probability_of_rewarded_tokens_rises(
     after = distribution().exp()[even].sum().item()
     assert before < 0.7
     assert after > 0.9
+
+
+@pytest.mark.parametrize("mean", ["rows", "tokens"])
+def test_the_influence_of_a_group_depends_on_the_rows_of_its_own_update_only(tiny_model_dir: Path, mean: str) -> None:
+    few, many = groups(1, count=2, size=2), groups(2, count=2, size=6)
+
+    def found(given: list[list[Sample]], minibatches: int) -> tuple[tuple[float, float], ...]:
+        config = TrainConfig.model_validate({"minibatches": minibatches, "loss_mean": mean, "max_grad_norm": 1e9})
+        one = Trainer(tiny_model_dir, ModelConfig(device="cpu"), config)
+        (share,) = Packer(config, 64).step(given)
+        return influences(one, Step(share, group_sizes=tuple(map(len, given))))
+
+    alone, beside = found(few, 1), found(few + many, 2)
+    assert all(influence > 0 for influence, _ in alone)
+    for one, other in zip(alone, beside[:2], strict=True):
+        assert other == pytest.approx(one, rel=1e-5)

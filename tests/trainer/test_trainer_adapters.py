@@ -13,8 +13,9 @@ from engine_models import saved
 from engine_server import PROMPT, threaded
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
-from shoal.engine.compute.weight_loading import ADAPTER_FILE, WeightSlots
+from shoal.engine.compute.weight_loading import WeightSlots
 from shoal.errors import ConfigError, RequestRefused
+from shoal.files import ADAPTER_FILE
 from shoal.model.loading import load_model
 from shoal.trainer.trainer import Trainer
 from shoal.weights.store import WeightStore

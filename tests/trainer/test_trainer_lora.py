@@ -17,12 +17,12 @@ from engine_models import saved
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError
+from shoal.files import ADAPTER_FILE
 from shoal.model.adapter_targets import check_targets_of_files
 from shoal.model.file_sizes import shapes_of
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.trainer import Trainer
-from shoal.weights.store import ADAPTER_FILE
 
 HEADS = {"num_key_value_heads": 2}
 

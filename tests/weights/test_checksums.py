@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.files import PART_BYTES, checksum, digest_of, has_checksum, part_digests
+from shoal.files import MODEL_FILE, PART_BYTES, checksum, digest_of, has_checksum, part_digests
 from shoal.weights.manifest import KNOWN, manifest_of
-from shoal.weights.store import FILE, WeightStore
+from shoal.weights.store import WeightStore
 
 
 def flat(data: bytes) -> str:
@@ -36,7 +36,7 @@ def test_one_other_byte_or_two_parts_in_the_other_order_are_another_file(tmp_pat
 
 def test_a_manifest_has_the_digests_of_the_seal_and_a_file_that_changed_is_hashed_again(tmp_path: Path) -> None:
     store = WeightStore(tmp_path)
-    (store.begin(1) / FILE).write_bytes(b"a" * (PART_BYTES + 1))
+    (store.begin(1) / MODEL_FILE).write_bytes(b"a" * (PART_BYTES + 1))
     (store.directory_of(1).with_name("v1.unfinished") / "model.txt").write_bytes(b"b")
     path = store.seal(1).path.rename(tmp_path / "v1" / "model.bin")
     known = KNOWN(path)

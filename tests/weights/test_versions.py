@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shoal.errors import EngineUnavailable, WireError
-from shoal.files import digest_of
+from shoal.files import MODEL_FILE, digest_of
 from shoal.net.client import Client
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
 from shoal.weights.manifest import SHARD_BYTES, WeightShard, decoded, encoded, manifest_of, signed, width_of
 from shoal.weights.pull import VersionPuller
 from shoal.weights.serving import VersionServer
-from shoal.weights.store import FILE, WeightStore
+from shoal.weights.store import WeightStore
 
 IDENTITY = Identity.fresh()
 NUMBERS = 3 * SHARD_BYTES // 8
@@ -32,7 +32,7 @@ def write(store: WeightStore, version: int, change: float = 0.0) -> bytes:
     """A Version whose first half differs a little from that of the others."""
     numbers = np.random.default_rng(0).standard_normal(NUMBERS).astype(np.float32)
     numbers[: NUMBERS // 2] *= 1 + change
-    save_file({"weight": numbers}, store.begin(version) / FILE)
+    save_file({"weight": numbers}, store.begin(version) / MODEL_FILE)
     return store.seal(version).path.read_bytes()
 
 
@@ -76,8 +76,8 @@ def test_a_version_arrives_as_it_was_written_and_the_next_one_as_a_difference(
     first, second = write(store, 1), write(store, 2, change=1e-4)
     puller = pulled(served[0], tmp_path / "host", 0, 1, 2)
     assert (puller.directory_of(0) / "config.json").read_text() == "{}"
-    assert (puller.directory_of(1) / FILE).read_bytes() == first
-    assert (puller.directory_of(2) / FILE).read_bytes() == second
+    assert (puller.directory_of(1) / MODEL_FILE).read_bytes() == first
+    assert (puller.directory_of(2) / MODEL_FILE).read_bytes() == second
     assert puller.last.full_bytes > len(second)
     assert puller.last.sent_bytes < 0.6 * len(second), "half of the numbers differ, in their low bits"
     assert puller.last.repaired == 0
@@ -95,7 +95,7 @@ def test_a_host_that_starts_again_fetches_a_version_only_if_it_has_it_not_whole(
     served: Served, store: WeightStore, tmp_path: Path, damage: bool
 ) -> None:
     data = write(store, 1)
-    file = pulled(served[0], tmp_path / "host", 1).directory_of(1) / FILE
+    file = pulled(served[0], tmp_path / "host", 1).directory_of(1) / MODEL_FILE
     if damage:
         file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     again = pulled(served[0], tmp_path / "host", 1)
@@ -110,7 +110,7 @@ def test_a_flipped_bit_in_what_a_host_has_is_repaired(served: Served, store: Wei
     async def pull() -> VersionPuller:
         client = Client(served[0].url, token="secret")
         puller = VersionPuller(client, tmp_path / "host", IDENTITY.public_key)
-        copy = await puller.pull(1) / FILE
+        copy = await puller.pull(1) / MODEL_FILE
         data = bytearray(copy.read_bytes())
         data[1000] ^= 1
         copy.write_bytes(data)
@@ -119,7 +119,7 @@ def test_a_flipped_bit_in_what_a_host_has_is_repaired(served: Served, store: Wei
         return puller
 
     puller = asyncio.run(pull())
-    assert (puller.directory_of(2) / FILE).read_bytes() == second
+    assert (puller.directory_of(2) / MODEL_FILE).read_bytes() == second
     assert puller.last.repaired == 1
 
 
@@ -147,13 +147,13 @@ def test_without_a_base_or_with_one_that_the_run_has_no_more_everything_is_sent(
 
 def test_what_two_versions_have_alike_outlives_each_of_them(served: Served, store: WeightStore, tmp_path: Path) -> None:
     write(store, 1)
-    shutil.copy(store.directory_of(1) / FILE, tmp_path / "model")  # as after a step that changed nothing
+    shutil.copy(store.directory_of(1) / MODEL_FILE, tmp_path / "model")  # as after a step that changed nothing
     pulled(served[0], tmp_path / "first", 0, 1)
     write(store, 2, change=1e-4)
     store.remove_before(2)
     pulled(served[0], tmp_path / "second", 2)
     newcomer = pulled(served[0], tmp_path / "third", 0, 2)
-    assert (newcomer.directory_of(0) / FILE).read_bytes() == (tmp_path / "model" / FILE).read_bytes()
+    assert (newcomer.directory_of(0) / MODEL_FILE).read_bytes() == (tmp_path / "model" / MODEL_FILE).read_bytes()
 
 
 def test_a_version_or_a_shard_that_is_missing_is_refused_and_leaves_nothing(
@@ -163,7 +163,7 @@ def test_a_version_or_a_shard_that_is_missing_is_refused_and_leaves_nothing(
         pulled(served[0], tmp_path / "host", 7)
     write(store, 1)
     pulled(served[0], tmp_path / "host", 1)  # its manifest is known now
-    (store.directory_of(1) / FILE).unlink()
+    (store.directory_of(1) / MODEL_FILE).unlink()
     served[1]._encoded.clear()
     with pytest.raises(EngineUnavailable, match="can no longer be read"):
         pulled(served[0], tmp_path / "other", 1)
@@ -175,7 +175,7 @@ def test_bytes_that_changed_after_they_were_signed_are_refused(
 ) -> None:
     write(store, 1)
     pulled(served[0], tmp_path / "host", 1)
-    with (store.directory_of(1) / FILE).open("r+b") as file:
+    with (store.directory_of(1) / MODEL_FILE).open("r+b") as file:
         file.seek(SHARD_BYTES + 5)
         file.write(b"another")
     served[1]._encoded.clear()
@@ -239,7 +239,7 @@ def test_a_pull_that_fails_leaves_nothing_behind(served: Served, store: WeightSt
         client = Client(served[0].url, token="secret")
         puller = VersionPuller(client, tmp_path / "host", IDENTITY.public_key)
         await puller._manifest(1)
-        (store.directory_of(1) / FILE).unlink()  # the run has newer weights by now
+        (store.directory_of(1) / MODEL_FILE).unlink()  # the run has newer weights by now
         with pytest.raises(EngineUnavailable, match="can no longer be read"):
             await puller.pull(1)
         await client.aclose()

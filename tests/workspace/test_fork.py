@@ -156,6 +156,40 @@ def test_limits_end_a_command_and_the_workspace_goes_on(
         assert said(workspace, "echo here") == "here\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "echo 2 > tests/a",
+        "rm -r tests && mkdir tests && echo 2 > tests/a",
+        "rm tests/test_sums.py && echo 2 > tests/a",
+        "mv tests t && mkdir tests && echo 2 > tests/a && rm -r t",
+        "rm -r tests && echo 2 > tests",
+    ],
+)
+def test_a_snapshot_has_the_files_of_its_workspace_whatever_was_kept_before(command: str, tree: Tree) -> None:
+    if fork_kind() is not ForkKind.OVERLAY:
+        pytest.skip(f"this machine forks by {fork_kind()}")
+    listing = "find . -type f | sort | xargs cat; find . | sort"
+    with fork(tree) as before:
+        said(before, "echo 2 > tests/a")
+        before.snapshot()
+    with fork(tree) as workspace:
+        said(workspace, command)
+        kept, there = workspace.snapshot(), said(workspace, listing)
+    with fork(kept) as again:
+        assert said(again, listing) == there
+
+
+def test_names_that_are_no_text_are_part_of_a_tree_s_name(source: Path) -> None:
+    digests = set()
+    for name in (b"\xff", b"\xfe", b"?", "\N{REPLACEMENT CHARACTER}".encode()):
+        made = Path(os.fsdecode(os.fsencode(source) + b"/" + name))
+        made.write_bytes(b"x")
+        digests.add(tree_of(source).digest)
+        made.unlink()
+    assert len(digests) == 4
+
+
 def test_a_snapshot_is_forked_again_with_its_shell_and_its_deletions(tree: Tree) -> None:
     if fork_kind() is not ForkKind.OVERLAY:
         pytest.skip(f"this machine forks by {fork_kind()}")
@@ -184,15 +218,18 @@ def test_a_snapshot_is_forked_again_with_its_shell_and_its_deletions(tree: Tree)
 
 
 def test_forks_of_killed_processes_are_swept_and_those_of_living_ones_stay(tree: Tree) -> None:
-    with fork(tree) as workspace:
-        code = (
-            "import os, sys; from pathlib import Path; from shoal.workspace.fork import fork; "
-            "from shoal.workspace.tree import tree_named; w = fork(tree_named(sys.argv[1])); "
-            "print(w.folder, flush=True); os.kill(os.getpid(), 9)"
-        )
-        done = subprocess.run([sys.executable, "-c", code, tree.digest], capture_output=True, text=True, check=False)
-        left = Path(done.stdout.strip())
+    code = (
+        "import sys; from shoal.workspace.fork import fork; from shoal.workspace.tree import tree_named; "
+        "w = fork(tree_named(sys.argv[1])); print(w.folder, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, tree.digest]
+    with fork(tree) as workspace, subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        left = Path(other.stdout.readline().decode().strip())
+        assert sweep() == 0
         assert left.is_dir()
+        other.kill()
+        other.wait(60)
         assert sweep() == 1
         assert not left.exists()
         assert said(workspace, "echo lives") == "lives\n"

@@ -35,6 +35,15 @@ async def test_tools_read_edit_and_run_and_say_what_went_wrong(tree: Tree) -> No
         assert "expected a file" in await tools.read("pipe")
 
 
+@pytest.mark.parametrize("command", ["echo a\0b", f"echo {'x' * 60_000}", f": {'x' * 3_000_000}"])
+async def test_a_command_that_no_shell_could_be_given_is_the_model_s_fault_and_no_failure(
+    command: str, tree: Tree
+) -> None:
+    with fork(tree) as workspace:
+        assert "expected a command of at most" in await Tools(workspace).bash(command)
+        assert await Tools(workspace).bash(f"echo {'x' * 49_900} | wc -c") == "49901\n"
+
+
 def test_the_schemas_of_tools_have_their_arguments(tree: Tree) -> None:
     with fork(tree) as workspace:
         described = {one["function"]["name"]: one["function"] for one in json.loads(tools_json(Tools(workspace).all()))}

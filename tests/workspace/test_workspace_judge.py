@@ -2,6 +2,10 @@
 
 import asyncio
 import dataclasses
+import os
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import msgspec
@@ -11,6 +15,7 @@ from shoal.errors import SandboxUnavailable, TaskError
 from shoal.workspace.fork import ForkKind, fork, fork_kind
 from shoal.workspace.judge import HiddenTests, Verdict, judge
 from shoal.workspace.reports import MOST_TAGS, ReportKind, TestStatus, results
+from shoal.workspace.task import patched
 from shoal.workspace.tree import Tree, tree_of
 
 pytest_plugins = ("small_workspaces",)
@@ -215,3 +220,48 @@ def test_a_folder_in_the_report_s_place_is_a_report_without_tests(
 ) -> None:
     folder = "import os\nos.makedirs('/shoal-home/report.xml', exist_ok=True)\nadd = print\n"
     assert verdict(tree, hidden, packages, f"cat > sums.py <<'EOF'\n{folder}EOF").reward == 0.0
+
+
+FULL = """
+import asyncio, os, sys
+from pathlib import Path
+from shoal.errors import SandboxUnavailable
+from shoal.workspace.fork import ForkKind, fork
+from shoal.workspace.judge import HiddenTests, judge
+from shoal.workspace.tree import tree_of, trees_directory
+(source := Path(os.environ["XDG_CACHE_HOME"], "source")).mkdir()
+(source / "program.py").write_text("x" * 300_000)
+hidden = HiddenTests(files={"test_hidden.py": "y" * 500_000})
+with fork(tree_of(source), ForkKind.COPY) as workspace:
+    try:
+        asyncio.run(judge(workspace, hidden))
+    except SandboxUnavailable as error:
+        assert "No space" in str(error), error
+        print(len([*(trees_directory() / "forks").iterdir()]))
+"""
+
+
+def test_a_verdict_for_which_the_disk_has_no_room_leaves_no_fork(tmp_path: Path) -> None:
+    mounted = f'mount -t tmpfs -o size=2m none {tmp_path} && exec {sys.executable} -c "$0"'
+    command = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mounted, FULL]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.stdout == "1\n", found.stderr
+
+
+async def test_files_are_copied_in_threads_so_that_no_other_rollout_waits(tree: Tree, hidden: HiddenTests) -> None:
+    copying: list[threading.Thread] = []
+
+    def note(event: str, given: tuple[object, ...]) -> None:
+        if event == "subprocess.Popen" and given[0] == "cp":
+            copying.append(threading.current_thread())
+
+    with fork(tree, ForkKind.COPY) as workspace:
+        sys.addaudithook(note)
+        await judge(workspace, hidden)
+        assert len(copying) == 1
+        await patched(
+            tree, "--- a/sums.py\n+++ b/sums.py\n@@ -1,2 +1,2 @@\n-def add(a, b):\n+def add(a, c):\n     return a - b\n"
+        )
+        assert len(copying) == 2
+    assert threading.main_thread() not in copying

@@ -10,9 +10,8 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli import judge as judge_commands
-from shoal.cli import past, rehearsal, services, workspace
 from shoal.cli import runs as run_commands
+from shoal.cli import services, workspace
 from shoal.cli import swarm as swarm_commands
 from shoal.cli.arguments import HELP, GoalOption, Misuse, WithSettings, misuse
 from shoal.cli.output import (
@@ -162,7 +161,7 @@ def view(
     import webbrowser
 
     from shoal.net.process import die_with_parent
-    from shoal.observe.runs import newest_run
+    from shoal.observe.metrics import newest_run
     from shoal.observe.view.server import serve_view
 
     if attached:
@@ -177,7 +176,7 @@ def view(
     until_stopped(serve_view(chosen, host=host, port=port, announce=announce, waits=attached))
 
 
-past.add_to(app, LOOK)
+run_commands.add_to(app, LOOK)
 app.command(rich_help_panel=MANY)(run_commands.restore)
 app.command("runs", rich_help_panel=LOOK)(run_commands.list_runs)
 
@@ -222,7 +221,7 @@ def evaluate(
 ) -> None:
     """Measure a model on held-out questions, sampled and greedy."""
     from shoal.config import load
-    from shoal.run.commands.evaluate import run_evaluation
+    from shoal.run.commands.compare import run_evaluation
 
     extra = [] if questions is None else [f"eval.questions={questions}"]
     show(run_evaluation(load(config, [*context.obj, *extra])), json_)
@@ -342,9 +341,9 @@ def bench(
     show(run_bench(name, quick=quick, model=model, **given), json_)
 
 
-app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(rehearsal.rehearse)
-app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(rehearsal.plan)
-for _commands in (swarm_commands.app, judge_commands.app, workspace.app, *services.groups):
+app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(run_commands.rehearse)
+app.command(cls=WithSettings, epilog=HELP, rich_help_panel=MACHINE)(run_commands.plan)
+for _commands in (swarm_commands.app, swarm_commands.judges, workspace.app, *services.groups):
     app.add_typer(_commands, rich_help_panel=MANY)
 
 

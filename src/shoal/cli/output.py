@@ -65,8 +65,8 @@ def show_table(rows: Sequence[Sequence[str]]) -> None:
 
 def show_answers(run_dir: str, stream: TextIO | None = None) -> None:
     """Prints held-out questions with their sampled answers before and after, as wide as the terminal."""
-    from shoal.observe.answers import change_lines
-    from shoal.observe.runs import read_run
+    from shoal.observe.metrics import read_run
+    from shoal.observe.progress import change_lines
 
     lines = list(change_lines(read_run(Path(run_dir)), shutil.get_terminal_size().columns))
     if lines:

@@ -1,17 +1,19 @@
-"""`shoal runs`, `shoal init`, `shoal compare` and `shoal chat`. A RUN is a path, or a name under runs/."""
+"""Commands about runs, which compute them again or ahead, too. A RUN is a path, or a name under runs/."""
 
 import asyncio
 import json
 import sys
 import time
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from shoal.cli.arguments import HELP, WithSettings
 from shoal.cli.output import JsonFlag, printable, show, show_table, stoppable
-from shoal.errors import ModelError, RunDirError, did_you_mean
+from shoal.errors import ModelError, RunDirError, ShoalError, did_you_mean
 
 RUNS = Path("runs")
 NEWEST = 5
@@ -69,8 +71,8 @@ def list_runs(
     folder: Annotated[Path, typer.Argument(help="Where the run directories lie.")] = RUNS, json_: JsonFlag = False
 ) -> None:
     """List runs, the newest last: state, steps, reward, held-out reward."""
-    from shoal.observe.listing import listed_runs
     from shoal.observe.progress import duration
+    from shoal.observe.status import listed_runs
 
     found = listed_runs(folder)
     if json_:
@@ -182,3 +184,182 @@ def compare(
     if not json_:
         print(printable(verdict))
     show({**values, "verdict": verdict} if json_ else values, json_)
+
+
+def replay(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(min=1, help="The step to take again.")],
+    to: Annotated[int | None, typer.Option(min=1, help="The last of a range of steps.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Take logged steps again, and compare weights and statistics with the run's."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands.replay import Repeated, replay_steps
+
+    def show(one: Repeated) -> None:
+        if not json_:
+            print(one.sentence, flush=True)
+
+    found = run_blocking(replay_steps(run, step - 1, (to or step) - 1, show))
+    differ = [one.step + 1 for one in found if not one.same]
+    unrecorded = sum(one.recorded is None for one in found)
+    if json_:
+        weights = {one.step + 1: one.weights for one in found}
+        print(json.dumps({"steps": len(found), "differ": differ, "unrecorded": unrecorded, "weights": weights}))
+    elif unrecorded:
+        print(f"{unrecorded} of {len(found)} steps have no recorded weights: an earlier Shoal trained them")
+    else:
+        print(f"{len(found) - len(differ)} of {len(found)} steps have the same bits as in the run")
+    raise typer.Exit(int(bool(differ)))
+
+
+def whatif(
+    context: typer.Context,
+    run: RunArgument,
+    first: Annotated[int, typer.Option("--from", min=1, help="The first step to train anew.")],
+    until: Annotated[int, typer.Option(min=1, help="The last one.")],
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder for metrics and model, for shoal view and compare.")
+    ] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Train logged groups again under another loss, advantage, rate or filter, such as --train.loss=cispo."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands.whatif import OtherStep, curves, summary, what_if
+
+    def show(one: OtherStep) -> None:
+        if not json_:
+            print(one.sentence, flush=True)
+
+    found = run_blocking(what_if(run, first - 1, until - 1, context.obj, show, out))
+    if json_:
+        print(json.dumps(summary(found)))
+        return
+    print("\n".join(curves(found)))
+    if doubtful := [one.step + 1 for one in found if not one.believable]:
+        print(f"from step {doubtful[0]} on this policy would have given other answers: believe only what is before")
+
+
+def why(
+    run: RunArgument,
+    step: Annotated[int, typer.Option(min=1, help="The step to explain.")],
+    json_: JsonFlag = False,
+) -> None:
+    """Tell what moved the weights in a step: its groups by influence, and what was clipped, late or changed."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands.replay import HEADS, reasons
+
+    found = run_blocking(reasons(run, step - 1))
+    if json_:
+        print(json.dumps(found.values))
+        return
+    print("\n".join(printable(line) for line in found.sentences), end="\n\n")
+    show_table([HEADS, *(one.row for one in found.groups)])
+
+
+def bisect(
+    run: RunArgument,
+    bad: Annotated[int, typer.Option(min=1, help="A step by whose end the run is damaged.")],
+    good: Annotated[int, typer.Option(min=0, help="An earlier step that is not; 0 is the start.")] = 0,
+    metric: Annotated[
+        Literal["heldout", "reward"],
+        typer.Option(help="Logprob of right held-out answers, or reward expected among logged held-out answers."),
+    ] = "heldout",
+    json_: JsonFlag = False,
+) -> None:
+    """Find the step, its groups and their tokens whose removal removes a damage."""
+    from shoal.run.blocking import run_blocking
+    from shoal.run.commands import bisect as bisection
+    from shoal.run.commands.replay import GROUP_HEADS
+
+    def show(line: str) -> None:
+        if not json_:
+            print(line, flush=True)
+
+    found = run_blocking(bisection.bisect(run, good - 1, bad - 1, bisection.Metric(metric), show))
+    if json_:
+        print(json.dumps(found.values))
+        return
+    print(found.sentence)
+    if found.tokens:
+        show_table([(*GROUP_HEADS, "tokens"), *found.rows])
+
+
+def add_to(app: typer.Typer, panel: str) -> None:
+    """Adds these commands to a panel of the command line's help."""
+    app.command(rich_help_panel=panel)(replay)
+    app.command(cls=WithSettings, epilog=HELP, rich_help_panel=panel)(whatif)
+    app.command(rich_help_panel=panel)(why)
+    app.command(rich_help_panel=panel)(bisect)
+
+
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="Any field can follow as --section.key.")]
+GpusOption = Annotated[str, typer.Option(help="TRAINER+ENGINES, or TRAINER+ENGINESxGPUS_PER_ENGINE: 8+24x2.")]
+GpuOption = Annotated[str, typer.Option(help="a100, h100, h800, h20, h200, b200 or l40s.")]
+LikeOption = Annotated[Path | None, typer.Option(help="A run whose answers have the lengths and rewards.")]
+TokensOption = Annotated[int | None, typer.Option(min=1, help="Mean tokens of an answer; a third of max_tokens.")]
+PromptOption = Annotated[int, typer.Option(min=0, help="Tokens of a prompt.")]
+PriceOption = Annotated[float | None, typer.Option(min=0, help="Price of a GPU; a round guess when unset.")]
+
+
+def rehearse(
+    context: typer.Context,
+    config: ConfigArgument,
+    gpus: GpusOption = "8+24",
+    gpu: GpuOption = "h100",
+    like: LikeOption = None,
+    answer_tokens: TokensOption = None,
+    prompt_tokens: PromptOption = 256,
+    hours: Annotated[float | None, typer.Option(min=0.01, help="Rehearsed hours; all steps when unset.")] = None,
+    score_s: Annotated[float, typer.Option(min=0, help="Seconds to score an answer.")] = 0.0,
+    spot_hours: Annotated[float | None, typer.Option(min=0.01, help="Hours between losses of one engine.")] = None,
+    usd_per_gpu_hour: PriceOption = None,
+    tokens_per_s: Annotated[float | None, typer.Option(min=1, help="Search for the cheapest way there.")] = None,
+    json_: JsonFlag = False,
+) -> None:
+    """Run a configuration's control code on a virtual clock with GPUs that are not there."""
+    from shoal.config import load
+    from shoal.rehearsal.rehearse import rehearse as rehearsed
+    from shoal.rehearsal.scene import Spot, figures_of
+    from shoal.rehearsal.search import RehearsedSettings, answers_of, hardware_of, scene_of, searched
+
+    settings = load(config, context.obj)
+    answers = answers_of(settings, like and existing_run(str(like)), answer_tokens, prompt_tokens)
+    hardware = hardware_of(settings, gpus, gpu, answers, usd_per_gpu_hour)
+    spot = Spot(3600 * spot_hours) if spot_hours else None
+    if tokens_per_s is not None:
+
+        def said(found: RehearsedSettings) -> None:
+            print(found.sentence(), file=sys.stderr)
+
+        show(asdict(searched(settings, hardware, answers, tokens_per_s=tokens_per_s, said=said, spot=spot)), json_)
+        return
+    seconds = None if hours is None else 3600 * hours
+    scene = scene_of(
+        settings, hardware, answers, seconds=seconds, spot=spot, score_s=lambda rng: score_s,
+        scorers=settings.reward.workers or 1,
+    )  # fmt: skip
+    try:
+        figures = figures_of(scene, rehearsed(scene), hardware.count, hardware.usd_per_gpu_hour)
+    except ValueError as error:
+        raise ShoalError(f"--hours: {error}") from error
+    show(asdict(figures), json_)
+
+
+def plan(
+    context: typer.Context,
+    config: ConfigArgument,
+    gpus: GpusOption = "8+24",
+    gpu: GpuOption = "h100",
+    like: LikeOption = None,
+    answer_tokens: TokensOption = None,
+    prompt_tokens: PromptOption = 256,
+    json_: JsonFlag = False,
+) -> None:
+    """Print the expected seconds of a step on GPUs, the idle shares and a better split."""
+    from shoal.config import load
+    from shoal.rehearsal.search import answers_of, hardware_of, step_cost
+
+    settings = load(config, context.obj)
+    answers = answers_of(settings, like and existing_run(str(like)), answer_tokens, prompt_tokens)
+    show(step_cost(settings, hardware_of(settings, gpus, gpu, answers, None), answers), json_)

@@ -78,7 +78,10 @@ def serve_rewards(
         os.devnull
     ),
 ) -> None:
-    """Score answers for a run with reward.workers = 0, until stopped. SHOAL_RUN_TOKEN is the run's token."""
+    """Score answers for a run with reward.workers = 0, until stopped.
+
+    SHOAL_RUN_TOKEN is the run's token.
+    """
     from shoal.cluster.rewards_role import serve_rewards as serve
     from shoal.config import RewardConfig
     from shoal.net.client import TOKEN_VARIABLE

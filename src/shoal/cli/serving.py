@@ -63,7 +63,7 @@ def serve(
             raise ConfigError(f"--log: expected none with tinker, whose requests are kept in --folder; got {log}")
         if promote is not None:
             raise ConfigError(f"--promote: expected none with tinker, whose clients choose weights; got {promote}")
-        from shoal.run.commands.serve_tinker import serve_tinker
+        from shoal.run.commands.serve import serve_tinker
 
         kept = folder or Path("runs/tinker")
 

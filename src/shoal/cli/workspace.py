@@ -1,13 +1,15 @@
-"""`shoal workspace run`, `shell` and `mcp`: a task or a tree in a workspace, by hand."""
+"""`shoal workspace run`, `shell` and `mcp`: a task or a tree in a workspace, by hand; `serve`: for a run."""
 
 import asyncio
+import os
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.output import JsonFlag, show
+from shoal.cli.output import JsonFlag, show, until_stopped
 from shoal.errors import TaskError
 
 if TYPE_CHECKING:
@@ -89,6 +91,23 @@ def serve_mcp(source: Source, package: Packages = None) -> None:
 
     with _forked(source, package) as workspace:
         asyncio.run(server(Tools(workspace)).run_stdio_async())
+
+
+@app.command("serve")
+def serve(
+    run: Annotated[str, typer.Option(metavar="RUN_URL", help="The run's address, http://HOST:PORT.")],
+    max_running: Annotated[int, typer.Option(min=0, help="Rollouts at once; 4 per core when 0.")] = 0,
+) -> None:
+    """Play rollouts of a run in workspaces of this host, until stopped.
+
+    SHOAL_RUN_TOKEN is the run's token.
+    """
+    from shoal.cluster.workspaces_role import serve_workspaces
+    from shoal.net.client import TOKEN_VARIABLE
+    from shoal.net.process import cores
+
+    token, most = os.environ.get(TOKEN_VARIABLE, ""), max_running or 4 * cores()
+    until_stopped(serve_workspaces(run.rstrip("/"), token, most, partial(print, flush=True)))
 
 
 def _forked(source: Path, package: list[str] | None) -> "Workspace":

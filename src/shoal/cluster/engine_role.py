@@ -8,13 +8,19 @@ it from there. The engine itself listens on loopback only, and no route takes a 
 """
 
 import asyncio
+import contextlib
 import itertools
+import os
 import secrets
 import shlex
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 from starlette.applications import Starlette
 
@@ -23,19 +29,61 @@ from shoal.config import EngineConfig, ModelConfig
 from shoal.engine.external.detect_server import connect
 from shoal.engine.pool.replica import PoolEngine
 from shoal.engine.server import protocol
-from shoal.engine.server.launch import engine_child
+from shoal.engine.server.http_client import engine_child
 from shoal.engine.server.protocol import UpdateWeightsRequest
 from shoal.engine.server.router import engine_app, posted
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable, RequestRefused
+from shoal.files import MODEL_FILE
 from shoal.interfaces import EngineInfo
 from shoal.net.client import Client
-from shoal.net.command import Command
 from shoal.net.joining import hold_lease
 from shoal.net.listening import free_port, own_address, tls_files
-from shoal.net.process import Child, cores
+from shoal.net.process import GRACE_S, PARENT, Child, cores, die_with_parent
 from shoal.net.server import serving
 from shoal.weights.pull import VersionPuller
-from shoal.weights.store import FILE
+
+
+class Command:
+    """A running command, as an async context manager; leaving it ends the command and its process group."""
+
+    def __init__(self, words: Sequence[str], log: Path, env: Mapping[str, str] | None = None) -> None:
+        """`env` replaces the environment of this process."""
+        self._words, self._log, self._env = list(words), log, dict(os.environ if env is None else env)
+
+    async def __aenter__(self) -> Self:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        os.environ.pop(PARENT, None)
+        try:
+            with self._log.open("ab") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=self._env,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent,
+                )
+        except OSError as error:
+            raise ChildDied(f"{self._words[0]}: cannot be started: {error.strerror}") from error
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GRACE_S):
+                    await self._process.wait()
+
+    async def died(self) -> str:
+        """Waits until the command has ended; returns how, with the last line of its log."""
+        code = await self._process.wait()
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return f"it ended with code {code}: {lines[-1] if lines else 'no output'}"
+
 
 START_TIMEOUT_S = 900.0
 ASK_AGAIN_S = 1.0
@@ -120,6 +168,7 @@ class EngineHost:
                 threads=self.threads or cores(),
                 log=log,
                 weights=model_dir.parent,
+                record_routing=info.replays,
             )
             async with child, aclosing(await child.serving(START_TIMEOUT_S)) as own:
                 died = asyncio.create_task(_how(child), name="engine process")
@@ -152,6 +201,7 @@ class EngineHost:
                     on_update=settings.on_update,
                     model_dir=model_dir,
                     sampling=info.sampling,
+                    routing=info.replays,
                 )
             except EngineUnavailable:
                 await asyncio.sleep(ASK_AGAIN_S)
@@ -213,8 +263,8 @@ class PullingFront:
         if asked.path:
             raise RequestRefused("path: expected none, this engine pulls its versions")
         directory = await self.puller.pull(asked.version)
-        whole = asked.version == 0 or not await asyncio.to_thread((directory / FILE).exists)
-        await self.engine.update_weights(asked.version, directory if whole else directory / FILE)
+        whole = asked.version == 0 or not await asyncio.to_thread((directory / MODEL_FILE).exists)
+        await self.engine.update_weights(asked.version, directory if whole else directory / MODEL_FILE)
         self.puller.remove_before(asked.version)
         return protocol.WeightInfo(asked.version, "")
 

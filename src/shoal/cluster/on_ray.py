@@ -30,9 +30,9 @@ LOOK_TIMEOUT_S = 30.0
 MOST_OUTPUT_BYTES = 1 << 20
 RESTARTS, WITHIN_S = 8, 600.0
 """Starts of one role within a time, after which it is given up."""
-AGAIN_S = 2.0
-GIVEN_UP = "given up: "
-"""Prefix of the driver's lines about a role."""
+AGAIN_S, ROOM_S = 2.0, 15.0
+SAID = "said: "
+"""Prefix of the driver's sentences about roles."""
 COMMAND = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
 """Program of a role: the command line of Shoal, which ends with its actor."""
 
@@ -54,10 +54,10 @@ class RayPlan(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def started(plan: RayPlan, token: str, on_given_up: Callable[[str], None]) -> Iterator[None]:
+def started(plan: RayPlan, token: str, show: Callable[[str], None]) -> Iterator[None]:
     """Runs the driver, again when it ends, for as long as the block lasts.
 
-    `on_given_up` gets a sentence for each role whose budget of restarts is spent, in another thread.
+    `show` gets a sentence for each role that finds no room or whose budget of restarts is spent, in another thread.
     """
     Path(plan.logs).mkdir(parents=True, exist_ok=True)
     done, environment = (
@@ -73,8 +73,8 @@ def started(plan: RayPlan, token: str, on_given_up: Callable[[str], None]) -> It
                 pipe = subprocess.PIPE
                 running[:] = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log)]
                 for line in running[0].stdout or ():
-                    if line.startswith(GIVEN_UP.encode()):
-                        on_given_up(line.decode(errors="replace").removeprefix(GIVEN_UP).strip())
+                    if line.startswith(SAID.encode()):
+                        show(line.decode(errors="replace").removeprefix(SAID).strip())
                     else:  # Ray prints there, too
                         log.write(line)
                         log.flush()
@@ -156,7 +156,7 @@ def drive() -> None:
         ranks = max(plan.gpus, 1)
         bundles = [{"CPU": float(ranks), "GPU": float(plan.gpus)} if plan.gpus else {"CPU": 1.0}] * plan.hosts
         group = placement_group(bundles, strategy="STRICT_SPREAD" if plan.hosts > 1 else "PACK")
-        ray.get(group.ready())
+        _when_placed("the trainer's ranks", group.ready())
         for index in range(plan.hosts * ranks):
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index // ranks)
             role(f"ray-rank-{index}", ["trainer", "join", plan.url], min(plan.gpus, 1), place)
@@ -173,7 +173,7 @@ def _keep(name: str, start: Callable[[], Any], log: Path, restarts: int) -> None
         starts.append(time.monotonic())
         actor = start()
         try:
-            node = ray.get(actor.node.remote())  # waits until the cluster has room
+            node = _when_placed(name, actor.node.remote())
             _write(log, f"{name} runs on node {node}\n".encode())
             code = None
             while code is None:
@@ -189,7 +189,18 @@ def _keep(name: str, start: Callable[[], Any], log: Path, restarts: int) -> None
         time.sleep(AGAIN_S)
     ended = f"{name} is given up: it ended {restarts} times within {WITHIN_S:g} s; the last time {why}; see {log}"
     _write(log, f"{ended}\n".encode())
-    print(f"{GIVEN_UP}{ended}", flush=True)
+    print(f"{SAID}{ended}", flush=True)
+
+
+def _when_placed(name: str, placed: Any) -> object:
+    """Value that Ray has once the cluster has room for a role; after a while it is said that it waits."""
+    import ray
+
+    if not ray.wait([placed], timeout=ROOM_S)[0]:
+        free = ray.available_resources()
+        has = f"{free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs"
+        print(f"{SAID}{name} waits for a node with room; the Ray cluster has {has} free", flush=True)
+    return ray.get(placed)
 
 
 def _write(log: Path, output: bytes) -> None:

@@ -35,6 +35,8 @@ class RunInfo(msgspec.Struct, frozen=True):
     """None for the model's own."""
     adapters: bool = False
     """Whether requests name adapters, which only Shoal's own engine serves by name."""
+    replays: bool = False
+    """Whether the experts of each token must come with it."""
     process: str = PROCESS
     """Process of the run: one that goes on from an older copy may have other Versions under the same numbers."""
     protocol: int = PROTOCOL
@@ -49,6 +51,12 @@ class EngineRole(RunRole, frozen=True, tag="engine", forbid_unknown_fields=True)
 
 class RewardsRole(RunRole, frozen=True, tag="rewards", forbid_unknown_fields=True):
     """A scorer, which answers over its lease."""
+
+
+class WorkspacesRole(RunRole, frozen=True, tag="workspaces", forbid_unknown_fields=True):
+    """A host that plays rollouts in workspaces, `max_running` at once."""
+
+    max_running: Annotated[int, msgspec.Meta(ge=1, le=65536)]
 
 
 class RankRole(RunRole, frozen=True, tag="trainer", forbid_unknown_fields=True):

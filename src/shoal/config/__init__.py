@@ -9,11 +9,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tomli_w
 from pydantic import JsonValue, ValidationError
 
 from shoal.config.complaints import complaint
-from shoal.config.credentials import masked, restored
 from shoal.config.presets import set_preset
 from shoal.config.remote import Credit as Credit
 from shoal.config.remote import SwarmConfig as SwarmConfig
@@ -27,8 +27,8 @@ from shoal.config.settings import ModelConfig as ModelConfig
 from shoal.config.settings import RewardConfig as RewardConfig
 from shoal.config.settings import StageConfig as StageConfig
 from shoal.config.settings import TaskConfig as TaskConfig
-from shoal.config.tree import MOST_LEVELS, checked, place_of
-from shoal.errors import ConfigError, did_you_mean
+from shoal.config.tree import MOST_LEVELS, checked, mapped, place_of
+from shoal.errors import MASK, ConfigError, did_you_mean, without_credentials
 from shoal.files import siblings
 
 
@@ -120,3 +120,55 @@ def _apply(tree: dict[str, JsonValue], override: str) -> None:
         raise ConfigError(f"{key}: {error}") from None
     node, at = place_of(key, tree)
     node[at] = value
+
+
+CREDENTIALS = "credentials.json"
+
+
+def masked(tree: dict[str, JsonValue], hidden: dict[str, str]) -> dict[str, JsonValue]:
+    """The settings without the credentials of URLs; `hidden` gets the original texts by their place.
+
+    >>> hidden: dict[str, str] = {}
+    >>> masked({"swarm": {"servers": ["nats://secret@reef:4222"]}}, hidden)
+    {'swarm': {'servers': ['nats://***@reef:4222']}}
+    >>> hidden
+    {'.swarm.servers.0': 'nats://secret@reef:4222'}
+    """
+
+    def mask(where: str, value: JsonValue) -> JsonValue:
+        if not isinstance(value, str) or f"://{MASK}@" not in (shown := without_credentials(value)):
+            return value
+        hidden[where] = value
+        return shown
+
+    shown: dict[str, JsonValue] = mapped(tree, mask)
+    return shown
+
+
+def restored(tree: dict[str, JsonValue], path: Path) -> dict[str, JsonValue]:
+    """The settings of a file with the texts that `masked` hid, except where the masked text was edited since.
+
+    The texts lie in the file's folder, unless it had none or was copied without them.
+    """
+    try:
+        hidden = msgspec.json.decode(path.with_name(CREDENTIALS).read_bytes(), type=dict[str, str])
+    except (OSError, msgspec.MsgspecError, ValueError):
+        hidden = {}
+
+    def restore(where: str, value: JsonValue) -> JsonValue:
+        whole = hidden.get(where, "")
+        return whole if value == without_credentials(whole) else value
+
+    whole: dict[str, JsonValue] = mapped(tree, restore)
+    return whole
+
+
+def refuse_masked(tree: dict[str, JsonValue]) -> None:
+    """Raises `ConfigError` when settings need credentials whose file is missing."""
+    hidden: dict[str, str] = {}
+    masked(tree, hidden)
+    for where, text in hidden.items():
+        if f"://{MASK}@" in text:
+            raise ConfigError(
+                f"{where[1:]}: expected credentials in place of {MASK}, which {CREDENTIALS} of the run has"
+            )

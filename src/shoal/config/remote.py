@@ -63,7 +63,8 @@ class ClusterConfig(Section):
         if (self.engines is not None or self.rewards > 0) and not self.address:
             yield "cluster.engines: expected cluster.address too, the Ray cluster that starts them, got none"
         if self.address and (not self.listen or self.listen.endswith(":0")):
-            yield "cluster.address: expected cluster.listen = HOST:PORT too, where what Ray starts joins, got none"
+            got = self.listen or "none"
+            yield f"cluster.address: expected cluster.listen = HOST:PORT too, where what Ray starts joins, got {got}"
         if self.rewards and workers:
             yield f"reward.workers: expected 0 with cluster.rewards, got {workers}"
 

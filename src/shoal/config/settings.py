@@ -26,8 +26,12 @@ EMBEDDED = ("demo", "demo-code", "demo-turns", "demo-sums", "demo-tools")
 DEFAULT_ADDRESS = "127.0.0.1:8200"  # where task services of other processes register
 QUESTIONS, FEWEST, EVAL_SHARE = 128, 8, 0.25
 """Held-out questions if `eval.questions` is unset: most, fewest, and their answers' share of the trained ones."""
-SERVED = ("params", "scorer", "eval_share", "system_prompt", "rewrite")
-"""Settings of a task that are set in the process of a remote task instead of the run."""
+ELSEWHERE = {
+    "remote": ("params", "scorer", "eval_share", "system_prompt", "rewrite"),
+    "python": ("scorer",),
+    "turns": ("scorer",),
+}
+"""Settings of a task that its own process or code has, by service."""
 
 
 class ModelConfig(Section):
@@ -213,7 +217,7 @@ class Config(Section):
     seed: int = Field(0, description="Name in every seed of the run.")
     stall_s: float = Field(120.0, gt=0, description="Seconds without progress before a standstill is handled.")
     preset: Literal["areal", "glm5", "sapo", "dapo"] | None = Field(
-        None, description="Published settings; the tables are below."
+        None, description="Published settings, listed below."
     )
     model: ModelConfig = Field(ModelConfig())
     tasks: list[TaskConfig] = Field(min_length=1, description="The mixture.")
@@ -312,8 +316,6 @@ def _in_training(config: Config) -> Iterator[str]:
     if train.teacher_url is not None and rollout.temperature != 1.0:
         yield f"rollout.temperature: expected 1 with a URL as train.teacher, got {rollout.temperature:g}"
     groups, over_batch = train.groups_per_step, not train.compares_within_groups
-    if train.router_replay and config.cluster.listen:
-        yield "train.router_replay: expected false with cluster.listen, whose engines tell no experts"
     if config.engine.adapters and not (train.lora.rank and config.engine.urls):
         yield "engine.adapters: expected false without engine.urls and a train.lora.rank above 0, got true"
     if groups % train.minibatches:
@@ -330,10 +332,10 @@ def _in_training(config: Config) -> Iterator[str]:
         )
     if (overlong := train.overlong_tokens) >= rollout.max_tokens:
         yield f"train.overlong_tokens: expected less than rollout.max_tokens = {rollout.max_tokens}, got {overlong}"
-    if config.asynchrony.late == "mask_tokens" and (train.kl.coefficient or train.entropy_bonus):
+    if config.asynchrony.late == "mask_tokens" and (train.kl.coefficient or train.entropy_bonus or train.teacher_model):
         yield (
-            "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, "
-            "got 'mask_tokens': both would still train the tokens that it masks"
+            "asynchrony.late: expected 'drop' or 'train' with train.kl.coefficient or train.entropy_bonus above 0, or "
+            "with a loaded model as train.teacher, got 'mask_tokens': each would still train the tokens that it masks"
         )
 
 
@@ -351,6 +353,8 @@ def _in_advantages(config: Config) -> Iterator[str]:
     late = {"gae": "are the critic's"}
     if train.kl.coefficient > 0 and train.kl.where == "reward":
         late["batch"] = "come after the KL penalty"
+    if train.teacher_model is not None:
+        late[train.advantage] = "are the teacher's"
     if swarm.external_groups and swarm.credit != "group" and train.advantage in late:
         yield (
             f"swarm.credit: expected 'group' with train.advantage = {train.advantage!r}, whose advantages "
@@ -380,10 +384,10 @@ def _in_tasks(tasks: Sequence[TaskConfig]) -> Iterator[str]:
                 f"tasks.{task.name}.agent: expected module:function or a command, and none for a remote task, "
                 f"got {task.agent!r}"
             )
-        for name in SERVED if task.service == "remote" else ():
+        for name in ELSEWHERE.get(task.service, ()):
             usual, value = TaskConfig.model_fields[name].get_default(call_default_factory=True), getattr(task, name)
             if value != usual:
-                yield f"tasks.{task.name}.{name}: expected none for a remote task, whose process has it, got {value!r}"
+                yield f"tasks.{task.name}.{name}: expected none for a {task.service} task, which has it, got {value!r}"
         if task.service == "python" and ":" not in (task.path or ""):
             yield f"tasks.{task.name}.path: a python task needs module:name, got {task.path!r}"
     addresses = {task.path or DEFAULT_ADDRESS for task in tasks if task.service == "remote"}

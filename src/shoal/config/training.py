@@ -229,9 +229,7 @@ class TrainConfig(Section):
     turn_discount: float = Field(1.0, gt=0, le=1, description="Weight of a turn's reward for the turn before it.")
     critic: CriticConfig = Field(CriticConfig())
     lora: LoRAConfig = Field(LoRAConfig())
-    router_replay: bool = Field(
-        False, description="Train each token with the experts that sampled it (R3; not with cluster.listen)."
-    )
+    router_replay: bool = Field(False, description="Train each token with the experts that sampled it (R3).")
     short_groups: Literal["pad", "keep"] = Field(
         "pad", description="`pad` replaces failed rollouts by repeated finished ones (GLM-5)."
     )

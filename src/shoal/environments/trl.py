@@ -94,13 +94,15 @@ class _Rows:
         # As TRL has it: a text for a prompt that is a text, messages for one that is messages.
         if isinstance(prompt := row["prompt"], str):
             asked: Any = prompt
-            completions: list[Any] = [one[-1].content for one in said]
+            # Of a conversation that was cut after a tool's result, the last words of the model.
+            words = ([one.content for one in all_ if one.role is Role.ASSISTANT] for all_ in said)
+            completions: list[Any] = [(own or [""])[-1] for own in words]
         else:
             asked, completions = list(map(template_entry, messages)), [list(map(template_entry, one)) for one in said]
         totals: list[float | None] = [None] * n
         for function, weight in self.parts:
-            given = function(prompts=[asked] * n, completions=completions, **columns, **more)
-            values = await given if inspect.isawaitable(given) else given
+            given = await called(function, prompts=[asked] * n, completions=completions, **columns, **more)
+            values = cast(Sequence[float | None], given)
             if len(values) != n:
                 raise ValueError(f"{getattr(function, '__name__', function)}: expected {n} rewards, got {len(values)}")
             for i, value in enumerate(values):

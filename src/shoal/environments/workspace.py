@@ -25,7 +25,7 @@ from shoal.tasks.holdout import EVAL_SHARE, first_of, order_of, prompt, split_of
 from shoal.tasks.sdk import environment
 from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
 from shoal.workspace.changes import Worklog
-from shoal.workspace.fork import LIMITS, Workspace, fork_kind
+from shoal.workspace.fork import LIMITS, Workspace, fork_kind, sweep
 from shoal.workspace.judge import judge
 from shoal.workspace.task import WorkspaceTask, opened, tasks_in
 from shoal.workspace.tools import Tools
@@ -56,6 +56,7 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
     def check(self) -> None:
         """Raises `SandboxUnavailable` when this machine has no workspaces, and `TaskError` for a wrong file."""
         fork_kind()
+        sweep()
         if self.tasks:
             _halves(self.tasks)
 
@@ -82,12 +83,16 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Works until the model is done, then judges. Raises `SandboxUnavailable` when there is no verdict."""
-        wanted = self.task_of(task)
+        return await self.played(self.task_of(task), task.messages, model)
+
+    async def played(self, wanted: WorkspaceTask, messages: Sequence[Message], model: Model) -> Outcome:
+        """The rollout of a task; `messages` ask for it."""
         workspace = await opened(wanted)
         try:
-            worklog = await self.play(workspace, list(task.messages), model)
+            worklog = await self.play(workspace, list(messages), model)
             verdict = await judge(workspace, wanted)
-            return Outcome(reward=verdict.reward, evidence=f"{worklog.text}{verdict}")
+            evidence = f"{worklog.text}{verdict}".encode(errors="replace").decode()  # names of files may be no text
+            return Outcome(reward=verdict.reward, evidence=evidence)
         finally:
             await asyncio.to_thread(workspace.close)
 

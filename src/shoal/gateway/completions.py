@@ -15,7 +15,7 @@ from shoal.gateway.chat import (
     tokens_ask,
 )
 from shoal.gateway.dialects import Body, Dialect, R, Reply, event_bytes
-from shoal.gateway.served_fields import rules_of
+from shoal.gateway.fields import rules_of
 from shoal.interfaces import ServedToken
 from shoal.net.chat import wire_of, wire_of_call
 from shoal.types import Json

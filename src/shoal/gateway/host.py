@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 
 from shoal.gateway.answer_request import AnswerRequest, SamplingRequest
 from shoal.gateway.conversation import Conversation
-from shoal.gateway.registry import SessionBounds
 from shoal.gateway.server import Gateway
-from shoal.gateway.sessions import OpenRequest, Session, SessionLimits
+from shoal.gateway.sessions import OpenRequest, Session, SessionBounds, SessionLimits
 from shoal.gateway.token_tree import TokenTree
 from shoal.interfaces import Engine, FinishedTurns
 from shoal.model.chat_template import ChatRenderer
-from shoal.net.chat import TIMEOUT_S
+from shoal.net.chat import TIMEOUT_S, close_clients, session_client
 from shoal.net.listening import TLSFiles, is_loopback, tls_files
-from shoal.net.openai_client import close_clients, session_client
 from shoal.net.server import serving
 from shoal.types import Message, Sampling
 

@@ -21,9 +21,9 @@ from starlette.responses import Response
 
 from shoal.confidence import EffectBounds
 from shoal.errors import RunDirError
+from shoal.gateway.answer_request import Answering, AnswerSampler, TrainedSampler, UntrainedSampler
 from shoal.gateway.conversation import session_name
 from shoal.gateway.fields import Refusal
-from shoal.gateway.samplers import Answering, AnswerSampler, TrainedSampler, UntrainedSampler
 from shoal.interfaces import Engine, ModelServer
 from shoal.net.server import Refused, body, decoded, json
 from shoal.types import Completion, Sampling

@@ -12,6 +12,7 @@ from shoal.gateway.dialects import (
     AnswerFormat,
     Body,
     Dialect,
+    EventStream,
     ModelRequest,
     Reply,
     TextPart,
@@ -21,9 +22,7 @@ from shoal.gateway.dialects import (
     text_of,
     wanted_calls,
 )
-from shoal.gateway.event_streams import EventStream
-from shoal.gateway.fields import Refusal
-from shoal.gateway.served_fields import rules_of
+from shoal.gateway.fields import Refusal, rules_of
 from shoal.gateway.token_tree import TokenTree
 from shoal.types import Message, Role, ToolCall
 

@@ -20,17 +20,23 @@ from starlette.routing import Router
 from starlette.types import Receive, Scope, Send
 
 from shoal.errors import SessionError, ShoalError
-from shoal.gateway.answer_request import AnswerRequest, SessionContext
+from shoal.gateway.answer_request import Answering, AnswerRequest, SessionContext, UntrainedSampler
 from shoal.gateway.anthropic import MESSAGES, conversation_of
 from shoal.gateway.api_errors import ModelNotFound, error_body, late_event
-from shoal.gateway.clients import SESSION, api_key, has_left, is_retry, shown_path
 from shoal.gateway.completions import CHAT, TEXT, TOKENS
 from shoal.gateway.dialects import Body, Dialect, R, Reply
-from shoal.gateway.registry import SessionBounds, Sessions, export
-from shoal.gateway.request_log import FREE_PATHS, OnRequest, RequestRecord
+from shoal.gateway.request_log import (
+    FREE_PATHS,
+    SESSION,
+    OnRequest,
+    RequestRecord,
+    api_key,
+    has_left,
+    is_retry,
+    shown_path,
+)
 from shoal.gateway.responses import RESPONSES
-from shoal.gateway.samplers import Answering, UntrainedSampler
-from shoal.gateway.sessions import ONE_REQUEST, OpenRequest, Session, SessionOver
+from shoal.gateway.sessions import ONE_REQUEST, OpenRequest, Session, SessionBounds, SessionOver, Sessions, export
 from shoal.interfaces import Engine, ModelServer
 from shoal.net.server import body, decoded, disconnected, exposition, guarded, json, look
 

@@ -43,10 +43,10 @@ def train(
 ) -> Result:
     """Trains a model and returns the run's figures; `run_dir` and `resume` continue a stopped run.
 
-    `reward` is a function with TRL's signature, `reward(prompts, completions, **columns)`, for tasks that do not score
-    themselves. Keywords are settings (docs/reference/configuration.md): `steps=50` is `train.steps`. A name that two
-    sections have is given with its section, as in `checkpoint={"every_steps": 5}`. Without `tasks` the embedded model
-    spells words backward, as in `shoal demo`. Raises a `ShoalError`.
+    `reward` is a function with TRL's signature, `reward(prompts, completions, **columns)`; a task that has a scorer of
+    its own is refused then. Keywords are settings (docs/reference/configuration.md): `steps=50` is `train.steps`. A
+    name that two sections have is given with its section, as in `checkpoint={"every_steps": 5}`. Without `tasks` the
+    embedded model spells words backward, as in `shoal demo`. Raises a `ShoalError`.
 
     >>> from shoal import train
     >>> result = train(steps=50, lr=3e-4, max_tokens=12)  # doctest: +SKIP
@@ -106,11 +106,16 @@ def config_of(
         if not isinstance(section, dict):
             raise ConfigError(f"{home}: expected a table of settings, got {section!r}")
         section[keyword] = _plain(keyword, value)
-    scorer: dict[str, JsonValue] = {}
-    if reward is not None:
-        scorer["scorer"] = {"name": "function", "path": name_of("reward", reward)}
-    tree["tasks"] = [{**scorer, **table} for table in _tables(tasks)]
+    tables, path = _tables(tasks), None if reward is None else name_of("reward", reward)
+    tree["tasks"] = [*tables] if path is None else [_scored_by(path, table) for table in tables]
     return parse(tree)
+
+
+def _scored_by(path: str, table: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """The table of a task whose answers a function scores. Raises `ConfigError` for one that has a scorer."""
+    if (own := table.get("scorer")) is not None:
+        raise ConfigError(f"reward: expected none for the task {table.get('name')!r}, whose scorer is {own!r}")
+    return {**table, "scorer": {"name": "function", "path": path}}
 
 
 def _home(keyword: str) -> str | None:

@@ -145,7 +145,7 @@ class TrainSettings(TypedDict, total=False):
     critic: CriticSettings
     lora: LoRASettings
     router_replay: bool
-    """Train each token with the experts that sampled it (R3; not with cluster.listen)."""
+    """Train each token with the experts that sampled it (R3)."""
     short_groups: Literal["pad", "keep"]
     """`pad` replaces failed rollouts by repeated finished ones (GLM-5)."""
     overlong_tokens: int
@@ -297,7 +297,7 @@ class Settings(TrainSettings, total=False):
     stall_s: float
     """Seconds without progress before a standstill is handled."""
     preset: Literal["areal", "glm5", "sapo", "dapo"] | None
-    """Published settings; the tables are below."""
+    """Published settings, listed below."""
     rollout: RolloutSettings
     engine: EngineSettings
     asynchrony: AsyncSettings

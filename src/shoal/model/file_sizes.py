@@ -24,6 +24,7 @@ class Sizes(msgspec.Struct, frozen=True):
     head_dim: Positive | None = None
     vocab_size: Positive | None = None
     max_position_embeddings: Positive | None = None
+    num_experts_per_tok: Positive | None = None
 
     @property
     def kv_numbers_per_token(self) -> int:
@@ -61,5 +62,6 @@ def shapes_of(model_dir: Path) -> dict[str, list[int]]:
 
 def router_experts(model_dir: Path) -> dict[int, int]:
     """Number of experts by layer, of the layers with a router; from the shapes of the weights. Raises `ModelError`."""
-    shapes = shapes_of(model_dir).items()
-    return {int(found[1]): shape[0] for name, shape in shapes if (found := ROUTER.search(name)) and len(shape) == 2}
+    shapes, layers = shapes_of(model_dir).items(), sizes_of(model_dir).num_hidden_layers  # files may have more layers
+    found = {int(at[1]): shape[0] for name, shape in shapes if (at := ROUTER.search(name)) and len(shape) == 2}
+    return {layer: found[layer] for layer in sorted(found) if layer < layers}

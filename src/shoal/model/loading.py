@@ -39,7 +39,7 @@ LAYERS: Final = frozenset(
     }
 )  # fmt: skip
 """Kinds of layers that are computed."""
-SAMPLED_OTHERWISE: Final = frozenset({"diffllama", "hrm_text", "nemotron_h", "zamba2"})
+SAMPLED_OTHERWISE: Final = frozenset({"diffllama", "hrm_text", "zamba2"})
 """Models whose rows are computed as published, and their answers of the local engine are not (`make architectures`)."""
 Checkpointing: TypeAlias = bool | Literal["selective"]
 """Activations that layers drop: none, all, or the cheap ones."""

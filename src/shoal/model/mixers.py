@@ -4,6 +4,7 @@ transformers' modules compute them. Each of their calls gets whole rows, or the 
 these rows carry, because their code for CPUs ignores the bounds of packed rows.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from inspect import signature, unwrap
@@ -100,6 +101,7 @@ class Mixer:
         names = _names(module)
         self._steps = "update_recurrent_state" in names and not names & {"initial_state", "initial_states"}
         """Whether the module begins several tokens without their state (Mamba 1): then each continues it alone."""
+        self._least = _LeastStep(module) if getattr(module, "time_step_limit", (0.0,))[0] > 0 else None
         self._forward = module.forward
         self._cache = next(name for name in CACHES if name in signature(module.forward).parameters)
         self._forwards = forwards
@@ -124,6 +126,8 @@ class Mixer:
                 leaves[i] = row if row.is_floating_point() or not self.grows else row.clamp(max=keys - 1)
             given, by_name = tree_unflatten(leaves, form)
             by_name[self._cache] = state
+            if self._least is not None:
+                self._least.come_last()
             if self.grows:
                 by_name["attention_mask"] = _causal(rows[0], 0 if state is None else state.own.get_seq_length())
             found = self._forward(*given, **by_name)
@@ -139,6 +143,30 @@ class Mixer:
         mixed = iter(layout.mix(self, [leaves[i][0] for i in at], run))
         outputs = [next(mixed)[None] if kept else None for kept in are_kept]
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+class _LeastStep:
+    """Bounds the steps of a Mamba 2 module from below, as its code for many tokens does and its code for one does not.
+
+    It hooks the projection that gives the steps, after the hooks of adapters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._projection = module, cast(nn.Module, module.in_proj)
+        self._least = math.log(math.expm1(cast(Sequence[float], module.time_step_limit)[0]))
+        self._hook = self._projection.register_forward_hook(self._bounded)
+
+    def come_last(self) -> None:
+        """Moves the hook behind those that came since."""
+        if next(reversed(self._projection._forward_hooks)) != self._hook.id:
+            self._hook.remove()
+            self._hook = self._projection.register_forward_hook(self._bounded)
+
+    def _bounded(self, _: nn.Module, __: object, projected: Tensor) -> Tensor:
+        """The projection [..., W + H], whose last H numbers are the steps before bias and softplus."""
+        bias_H = cast(Tensor, self._module.dt_bias)
+        rest, step = torch.split(projected, [projected.shape[-1] - len(bias_H), len(bias_H)], -1)
+        return torch.cat((rest, torch.maximum(step, (self._least - bias_H).to(step.dtype))), -1)
 
 
 class Forwards:

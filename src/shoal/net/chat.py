@@ -1,13 +1,23 @@
-"""Client of OpenAI's chat completions at a URL: a judge, a frozen model, or a session's model."""
+"""Clients of OpenAI's chat completions at a URL: of a judge, a frozen model, or a session's model.
 
+Creating OpenAI's client costs processor time and blocks the event loop, so no rollout has a separate one.
+"""
+
+import asyncio
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import aiohttp
 import msgspec
 
-from shoal.errors import ConfigError, EngineUnavailable, RequestRefused
+from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, TaskError
 from shoal.net.client import Retry, authorization, decoded, exchange, words
 from shoal.types import Json, Message, Role, ToolCall
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
 
 MOST_BYTES = 4 * 1024 * 1024
 """Bytes of an answer."""
@@ -160,3 +170,28 @@ def _choice(status: int, body: bytes) -> ChatChoice:
         return msgspec.json.decode(body, type=_Body).choices[0]
     except (msgspec.MsgspecError, RecursionError, IndexError):
         raise EngineUnavailable(f"expected a chat completion, got {body[:80]!r}") from None
+
+
+_shared: "WeakKeyDictionary[asyncio.AbstractEventLoop, AsyncOpenAI]" = WeakKeyDictionary()
+
+
+def session_client(base_url: str, key: str, timeout_s: float) -> "AsyncOpenAI":
+    """Client of `base_url` that shares the connections of this event loop's other clients.
+
+    Raises `TaskError` without the package openai.
+    """
+    loop = asyncio.get_running_loop()
+    if loop not in _shared:
+        try:
+            from openai import AsyncOpenAI
+        except ModuleNotFoundError:
+            raise TaskError("expected the package openai; pip install 'shoal[agents]' brings it") from None
+        _shared[loop] = AsyncOpenAI(api_key="-", base_url="http://127.0.0.1")
+    return _shared[loop].with_options(base_url=base_url, api_key=key, timeout=timeout_s)
+
+
+async def close_clients() -> None:
+    """Closes the connections of this event loop's clients."""
+    shared = _shared.pop(asyncio.get_running_loop(), None)
+    if shared is not None:
+        await shared.close()

@@ -21,6 +21,8 @@ LONGEST_PAUSE_S = 30.0
 LONGEST_WORDS = 400
 RETRY_HEADER = "x-stainless-retry-count"
 """Header of OpenAI's retries: when only the reply was lost, a session returns the existing answer."""
+CLOSE_S = 1.0
+"""Seconds that the other side of a WebSocket has to answer the end of the connection."""
 LEASE_S = 5.0
 """Seconds without an answer to pings, after which a run and its role close their connection."""
 TOKEN_VARIABLE = "SHOAL_RUN_TOKEN"

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from shoal.errors import ConfigError, EngineUnavailable
-from shoal.net.client import LEASE_S, TOKEN_VARIABLE, Client, authorization, decoded, session
+from shoal.net.client import CLOSE_S, LEASE_S, TOKEN_VARIABLE, Client, authorization, decoded, session
 
 PROTOCOL = 2
 JOIN = "/v1/join"
@@ -84,7 +84,11 @@ async def hold_lease(
                     if check is not None:
                         await check(client)
                     connecting = http.ws_connect(
-                        url + JOIN, headers=authorization(token), heartbeat=LEASE_S / 2, max_msg_size=0
+                        url + JOIN,
+                        headers=authorization(token),
+                        heartbeat=LEASE_S / 2,
+                        max_msg_size=0,
+                        timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
                     )
                     async with connecting as socket, work(socket) as answering:
                         await socket.send_str(msgspec.json.encode(role).decode())

@@ -111,6 +111,8 @@ class Child:
 
     most_frame_bytes = MAX_FRAME_BYTES
     """Bytes of a frame that the child may send; a child that sends more is treated as dead."""
+    grace_s = GRACE_S
+    """Seconds that the child has to end by itself before it is killed."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class Child:
             self._reader, self._writer = await asyncio.open_connection(sock=ours, limit=MAX_FRAME_BYTES)
         except BaseException:  # such as a cancellation at the end of the event loop
             self.kill()
-            await ended(self._process, self.kill, GRACE_S)
+            await ended(self._process, self.kill, self.grace_s)
             raise
 
     async def __aexit__(self, *_: object) -> None:
@@ -278,7 +280,7 @@ class Child:
     async def _death(self) -> ChildDied:
         """Error for a child that closed its socket; a child that still runs is killed."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GRACE_S):
+            async with asyncio.timeout(self.grace_s):
                 return ChildDied(str(await self.died()))
         self.kill()
         return ChildDied(f"the {self.name} process closed its connection without ending, and was killed")
@@ -309,7 +311,7 @@ class Child:
         self._writer.transport.abort()  # a child that hangs would never read unsent bytes
         self._signal(signal.SIGTERM)
         self._signal(signal.SIGCONT)  # a stopped process handles SIGTERM only then
-        await ended(self._process, self.kill, GRACE_S, hurry=self.kill)
+        await ended(self._process, self.kill, self.grace_s, hurry=self.kill)
 
 
 def serve(connection: socket.socket, answers: Callable[[bytes], Iterable["bytes | Future[bytes]"]]) -> None:

@@ -30,6 +30,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from shoal.errors import ShoalError
+from shoal.net.client import CLOSE_S
 from shoal.net.listening import TLSFiles, listening_socket, url_of
 
 JSON = "application/json"
@@ -311,7 +312,11 @@ def _descriptors() -> int:
 
 
 class _Leased(WebSocketsSansIOProtocol):
-    """WebSocket that ends at once when a ping is not answered."""
+    """WebSocket that ends at once when a ping is not answered, and `CLOSE_S` after its end was sent."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.close_timeout = CLOSE_S
 
     def keepalive_timeout(self) -> None:
         self.transport.abort()  # closing would wait for as long as the other side takes no bytes

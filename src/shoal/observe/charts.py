@@ -1,12 +1,66 @@
-"""Chart data of runs: numbers as lines over the steps, for `shoal view` and reports."""
+"""Names of all numbers in metrics.jsonl with their help, and the charts that draw them on pages and in reports."""
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 
+import msgspec
 from msgspec.structs import replace
 
-from shoal.observe.names import EVAL_NAMES, LABELS, STEP_NAMES, Chart, Line
-from shoal.observe.runs import RunRecords, column, mean, tasks_of
+from shoal.observe.metrics import RunRecords, column, mean, tasks_of
+from shoal.trainer.messages import STATS_MEANINGS
+
+
+class MetricName(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One name; the head of names.toml explains the fields."""
+
+    means: str = ""
+    label: str = ""
+
+
+class Line(msgspec.Struct, frozen=True):
+    """One line of a chart; `label` is its word in a legend, and `means` explains the number."""
+
+    run: str
+    name: str
+    label: str
+    means: str
+    x: list[float]
+    y: list[float | None]
+
+
+class Chart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A chart of named numbers over the steps or the evaluations. A name that ends with / is a prefix of names.
+
+    `charts.drawn` fills `lines`.
+    """
+
+    title: str
+    steps: tuple[str, ...] = ()
+    evals: tuple[str, ...] = ()
+    is_share: bool = False
+    is_log: bool = False
+    repeats: str = ""
+    """Title of another chart; if that one has the same lines, this chart is left out."""
+    lines: Sequence[Line] = ()
+
+
+class _Table(msgspec.Struct, forbid_unknown_fields=True):
+    step: dict[str, MetricName]
+    eval: dict[str, MetricName]
+    answer: dict[str, MetricName]
+    charts: dict[str, tuple[Chart, ...]]
+
+
+_TABLE = msgspec.toml.decode(files("shoal.observe").joinpath("names.toml").read_bytes(), type=_Table)
+STEP_NAMES: Mapping[str, str] = {name: one.means or STATS_MEANINGS[name] for name, one in _TABLE.step.items()}
+EVAL_NAMES: Mapping[str, str] = {name: one.means for name, one in _TABLE.eval.items()}
+ANSWER_NAMES: Mapping[str, str] = {name: one.means for name, one in _TABLE.answer.items()}
+LABELS: Mapping[str, str] = {name: one.label for name, one in (_TABLE.step | _TABLE.eval).items() if one.label}
+"""Words for numbers that share a chart with others."""
+CHARTS: Mapping[str, Sequence[Chart]] = _TABLE.charts
+"""Charts of each page."""
+
 
 MOST_POINTS = 1000
 """Most points of a line; in longer runs each point is the mean of several steps."""

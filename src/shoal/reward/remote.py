@@ -76,7 +76,8 @@ class RemoteScorer:
         for attempt in range(RETRIES + 1):
             try:
                 async with asyncio.timeout(TIMEOUT_S):
-                    await self._some.wait()
+                    while not self._scorers:  # one that has come may have left again
+                        await self._some.wait()
             except TimeoutError:
                 why = f"no scorer has joined the run for {TIMEOUT_S:g} s"
                 break

@@ -14,22 +14,74 @@ import os
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol, Self
 
+import msgspec
+
 from shoal import checker
-from shoal.checker import Spec, task_spec
+from shoal.checker import Code, Function, LLMJudge, Spec, task_spec
 from shoal.config import RewardConfig
 from shoal.errors import TaskError
 from shoal.interfaces import Scorer
 from shoal.model.answer import THINK, boxed, parted, tagged
-from shoal.reward.cache import RewardCache, answer_key, is_cacheable, key_of
 from shoal.reward.code_runner import CodeScorer, failed
 from shoal.reward.llm_judge import JudgeScorer
 from shoal.reward.remote import RemoteScorer
 from shoal.reward.scorer import WINDOW, WorkerScorer, percentiles
 from shoal.reward.user_functions import FunctionScorer
 from shoal.types import Reward, RewardStatus, Task
+
+MOST = 1 << 16
+"""Number of rewards kept; some 20 MB."""
+
+
+class RewardCache:
+    """The most recently used rewards of deterministic checkers; only repeatable scores are kept."""
+
+    def __init__(self, most: int = MOST) -> None:
+        self._most = most
+        self._rewards: dict[bytes, Reward] = {}
+        self.hits = 0
+        self.misses = 0
+
+    def __len__(self) -> int:
+        return len(self._rewards)
+
+    def get(self, key: bytes) -> Reward | None:
+        """The reward under a key, which becomes the most recently used."""
+        reward = self._rewards.pop(key, None)
+        if reward is not None:
+            self._rewards[key] = reward
+        self.hits += reward is not None
+        self.misses += reward is None
+        return reward
+
+    def put(self, key: bytes, reward: Reward) -> None:
+        """Keeps a repeatable score; a full cache drops the least recently used."""
+        if reward.status is RewardStatus.SCORED and reward.is_repeatable:
+            self._rewards[key] = reward
+            if len(self._rewards) > self._most:
+                del self._rewards[next(iter(self._rewards))]
+
+
+def is_cacheable(spec: Spec) -> bool:
+    """True if a checker always gives equal answers equal rewards, unlike a model's or a user's opinion."""
+    return not isinstance(spec, LLMJudge | Function)
+
+
+def key_of(spec: Spec, task: Task) -> bytes:
+    """The key of all that decides a reward besides the answer: checker, parameters, truth or receipt, tests."""
+    tests = task.info if isinstance(spec, Code) else ""
+    content = (spec, task.answer, task.receipt, tests)
+    return blake2b(msgspec.msgpack.encode(content), digest_size=16).digest()
+
+
+def answer_key(task_key: bytes, answer: str) -> bytes:
+    """The key of one answer."""
+    return blake2b(answer.encode(errors="surrogatepass"), digest_size=16, key=task_key).digest()
+
 
 MOST_ANSWER_BYTES = 1 << 20
 """Characters of an answer; a longer answer is worth 0."""

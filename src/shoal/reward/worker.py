@@ -19,7 +19,7 @@ from shoal.errors import TaskError
 from shoal.net.process import from_parent, send_frame, serve
 from shoal.reward.mathematics import last_number, mathematics
 from shoal.reward.messages import Batch, exhausted
-from shoal.reward.reasoning import scorer_of  # half a second of imports, which no answer's limit may count
+from shoal.reward.reasoning import scorer_of
 from shoal.reward.schema import complaint_of, json_in
 from shoal.sandbox.confinement import confine
 from shoal.types import UNREAD, Reward, RewardStatus

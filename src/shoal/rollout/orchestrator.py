@@ -22,7 +22,7 @@ from shoal.rollout.first_failures import FirstFailures
 from shoal.rollout.mixture_weights import Adjuster
 from shoal.rollout.question_pool import QuestionPool
 from shoal.rollout.ratios import Quotas
-from shoal.tasks.remote_server import NO_PROCESS, TaskServer
+from shoal.tasks.remote_environment import NO_PROCESS, TaskServer
 from shoal.tasks.sdk import EnvironmentFailed
 from shoal.types import Group, Rollout, RolloutStatus, Split, Task, seed_for
 
@@ -141,7 +141,7 @@ class Orchestrator:
         *,
         adjuster: Adjuster | None = None,
         seed: int | None = None,
-        post: Callable[[Group], Group] = lambda group: group,
+        post: Callable[[Group], Awaitable[Group]] | None = None,
         on_event: Callable[..., None] = lambda name, **details: None,
     ) -> None:
         """`weights` are the sources', relative; with `seed` they are the chances that a group is of each source.
@@ -264,7 +264,8 @@ class Orchestrator:
             self._note_unusable([CANCELLED])
             self._wake.set()
             return
-        group = self._post(Group(group_id, task, rollouts, version))
+        group = Group(group_id, task, rollouts, version)
+        group = await self._post(group) if self._post else group
         usable = await self._buffer.add(group)
         if usable and self._adjuster is not None:
             rewards = {rollout.reward.value for rollout in group.finished}

@@ -1,4 +1,4 @@
-"""Hooks change a group's rewards and rollouts between the scorer and the log. Pure.
+"""Hooks change a group's rewards and rollouts between the scorer and the log.
 
 `tasks.N.reward` names the hooks, in order. They are of training only; evaluation sees what the scorer says.
 
@@ -17,7 +17,7 @@ from functools import partial
 from typing import TypeAlias, cast
 
 from shoal.errors import ConfigError, expected_one_of
-from shoal.plugins import described, own_code
+from shoal.plugins import described, in_thread, own_code
 from shoal.types import Group, RewardStatus, Role, Rollout, RolloutStatus
 
 Hook: TypeAlias = Callable[[Group], Group]
@@ -55,14 +55,20 @@ def hooks_of(name: str, words: str | Sequence[str]) -> list[Hook]:
     return hooks
 
 
-def processed(group: Group, hooks: Sequence[Hook]) -> Group:
-    """The group after all hooks; a hook that raises leaves it without usable rollouts, with the reason."""
+async def processed(group: Group, hooks: Sequence[Hook]) -> Group:
+    """The group after all hooks, each called in a thread.
+
+    A hook that raises leaves it without usable rollouts, with the reason.
+    """
     for hook in hooks:
         try:
-            group = hook(group)
+            changed: object = await in_thread(hook, group)
+            if not isinstance(changed, Group):
+                raise TypeError(f"expected the group from the hook, got {changed!r:.80}")
         except Exception as error:  # a hook is user code: its failure is a status
             reason = f"post-processing: {described(error)}"
             return replace(group, rollouts=tuple(_failed(rollout, reason) for rollout in group.rollouts))
+        group = changed
     return group
 
 

@@ -40,14 +40,12 @@ async def saved_at_stop(save: Callable[[Callable[[], None]], None]) -> AsyncIter
         SAVERS.remove(save)
 
 
-async def _interruptible(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Result of a coroutine of the main thread, which SIGINT and SIGTERM cancel."""
+async def _interruptible(coroutine: Coroutine[Any, Any, T], timer: threading.Timer) -> T:
+    """Result of a coroutine of the main thread, which SIGINT and SIGTERM cancel; they start the timer."""
     task, loop, stopped, saving = asyncio.current_task(), asyncio.get_running_loop(), False, False
     assert task is not None
     if threading.current_thread() is not threading.main_thread():
         return await coroutine
-    timer = threading.Timer(END_S, _force)
-    timer.daemon = True
 
     def end() -> None:
         nonlocal stopped
@@ -76,7 +74,6 @@ async def _interruptible(coroutine: Coroutine[Any, Any, T]) -> T:
             raise
         raise KeyboardInterrupt from None
     finally:
-        timer.cancel()
         for number, handler in before.items():
             signal.signal(number, handler)
 
@@ -90,7 +87,12 @@ def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return uvloop.run(_interruptible(coroutine))
+        timer = threading.Timer(END_S, _force)
+        timer.daemon = True
+        try:
+            return uvloop.run(_interruptible(coroutine, timer))
+        finally:  # the end of the event loop waits for its threads
+            timer.cancel()
     begun: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = Future()
 
     async def tracked() -> T:

@@ -22,12 +22,11 @@ from shoal.engine.pool.answers import MOST_TIED, MOST_TOKENS, AnswerRules
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.engine.pool.replica import PoolEngine
 from shoal.engine.pool.routing import WAVE_SHARE
-from shoal.engine.server.http_client import HttpEngine, PullingEngine
-from shoal.engine.server.launch import EngineChild, engine_child
+from shoal.engine.server.http_client import EngineChild, HttpEngine, PullingEngine, engine_child
 from shoal.errors import ChildDied, ConfigError, EngineError, EngineUnavailable, RequestRefused
-from shoal.model.file_sizes import sizes_of
+from shoal.model.file_sizes import router_experts, sizes_of
 from shoal.net.process import GRACE_S, Child
-from shoal.net.run_server import LeasedWorker, RunServer
+from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.run.prepare import Prepared
 from shoal.types import Sampling
 
@@ -58,12 +57,12 @@ class RunEngines:
     starting: set[str] = field(default_factory=set)
     """Own engines that are starting, with a separate deadline."""
 
-    async def helped(self) -> list[str]:
+    async def helped(self, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> list[str]:
         """Resumes paused engines and kills silent ones, which then start again; returns a sentence for each."""
         actions = [f"{name} is starting" for name in sorted(self.starting)]
         for name, (child, engine) in list(self.running.items()):
             try:
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                async with asyncio.timeout(answer_timeout_s):
                     await engine.alive()
                     if await engine.paused():
                         await engine.resume()
@@ -172,7 +171,7 @@ async def check_records(engine: PoolEngine, sampling: Sampling, *, routing: bool
         return
     refusal = ""
     try:
-        (one,) = await engine.generate((1, 2, 3), replace(sampling, max_tokens=2))
+        one = next(iter(await engine.generate((1, 2, 3), replace(sampling, max_tokens=2))), None)
     except RequestRefused as error:
         one, refusal = None, f" ({error})"
     if sampling.records_kept and not (one and one.kept):
@@ -209,7 +208,9 @@ async def engines(
     """
     config, model_dir = prepared.config, prepared.model_dir
     engine, replays = config.engine, config.train.router_replay
-    rules = AnswerRules(sizes_of(model_dir).vocab_size or MOST_TOKENS, replays, prepared.sampling.records_kept)
+    sizes, routers = sizes_of(model_dir), router_experts(model_dir) if replays else {}
+    rules = AnswerRules(sizes.vocab_size or MOST_TOKENS, replays, prepared.sampling.records_kept)
+    rules.experts, rules.chosen = tuple(routers.values()), sizes.num_experts_per_tok
     at_once = WAVE_SHARE if config.asynchrony.max_staleness else 1.0  # without staleness no engine samples meanwhile
     pool = EnginePool(initial=model_dir, recovered=recovered, rules=rules, on_event=on_event, at_once=at_once)
     kept, first = RunEngines(prepared, pool, on_event, ask_again_s), asyncio.Event()
@@ -217,6 +218,13 @@ async def engines(
     @asynccontextmanager
     async def joined(role: EngineRole, worker: LeasedWorker) -> AsyncIterator[None]:
         """Entered once an engine serves the newest weights, left once its answers continue elsewhere."""
+        lent = PullingEngine(role.url, token=role.token)
+        try:
+            await check_records(lent, prepared.sampling, routing=replays)
+        except ConfigError as error:
+            raise NotWanted(str(error)) from error
+        finally:
+            await lent.aclose()
         async with joined_engine(pool, role, worker):
             first.set()
             yield

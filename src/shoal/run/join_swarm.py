@@ -12,7 +12,7 @@ from shoal.net.identity import Identity
 from shoal.swarm.peer import Joined, Peer
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.python_tasks import PythonTasks
-from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.invitation import NatsOptions
 
 FOLDER = "swarm"
 """Folder in a run directory for identity, ban list and status."""

@@ -7,7 +7,7 @@ A task's runner is the built-in single turn, or an agent that talks to the model
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from shoal.experience.buffer import Buffer
 from shoal.gateway.host import Host
 from shoal.interfaces import Engine, Environment, Runner, Scorer, Worker
 from shoal.model.file_sizes import shapes_of
+from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
 from shoal.reward.service import BinaryScorer, RewardService
 from shoal.rollout.agents.clients import Agent
@@ -28,6 +29,7 @@ from shoal.rollout.orchestrator import Health, Orchestrator, Source, attend
 from shoal.rollout.question_pool import QuestionPool
 from shoal.rollout.reward_hooks import hooks_of, processed
 from shoal.rollout.single_turn import Runners, SingleTurn
+from shoal.run.backup import KEY_FILE
 from shoal.run.engines import RunEngines, engines
 from shoal.run.machine.devices import gpu_bytes
 from shoal.run.machine.memory import Mesh, engine_bytes, fitted, trainer_mesh
@@ -35,8 +37,7 @@ from shoal.run.policy import Policy
 from shoal.run.prepare import Prepared, agents_of
 from shoal.run.roles import OnEvent, opened_roles
 from shoal.run.teacher import text_teacher
-from shoal.tasks.remote_environment import EnvironmentScorer
-from shoal.tasks.remote_server import TaskServer
+from shoal.tasks.remote_environment import EnvironmentScorer, TaskServer
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import seed_for
 from shoal.weights.store import WeightStore
@@ -95,6 +96,12 @@ async def opened_policy(
     async with AsyncExitStack() as stack:
         opened = stack.enter_async_context
         roles = await opened(opened_roles(prepared, store, on_event))
+        if roles is not None:
+            from shoal.cluster.workspace_hosts import hosted  # loads the sandbox
+
+            identity = Identity.load(Path(config.run_dir) / KEY_FILE)
+            elsewhere = stack.enter_context(hosted(prepared.environments, roles, identity))
+            prepared = replace(prepared, hosted=elsewhere)
         ranks, mesh, memory = await opened(_ranks(prepared, roles, shrinks=resume))
         parts = await opened(answering(prepared, buffer.recovered.version, on_event, roles))
         on_stage("starting the trainer")
@@ -201,11 +208,15 @@ async def playing(prepared: Prepared, engine: Engine, single_turn: SingleTurn) -
         runners, sampling = {}, prepared.sampling
         for name, play in plays.items():
             whose = agents.get(name, environments[name])
-            most = min(filter(None, (speeds.get(name), whose.max_running)), default=None)
+            most = partial(_rollouts_at_once, whose, speeds.get(name))
             runners[name] = AgentRunner(
-                host, play, single_turn.scorer, sampling, timeout_s=whose.timeout_s, max_at_once=most
+                host, play, single_turn.scorer, sampling, timeout_s=whose.timeout_s, most_at_once=most
             )
         yield Runners(runners, single_turn)
+
+
+def _rollouts_at_once(whose: Agent | Environment, speed: int | None) -> int | None:
+    return min(filter(None, (speed, whose.max_running)), default=None)
 
 
 def _groups_at_once(environment: Environment, agent: Agent | None, speed: int | None, group_size: int) -> int | None:

@@ -17,6 +17,7 @@ from shoal.engine.pool import canary
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.experience.buffer import Buffer
 from shoal.experience.schema import StepRecord
+from shoal.files import ADAPTER_FILE, MODEL_FILE
 from shoal.interfaces import Engine, Runner, Scorer
 from shoal.rollout.evaluation import evaluation, held_out_tasks
 from shoal.rollout.reward_hooks import BEFORE
@@ -30,7 +31,7 @@ from shoal.trainer.messages import StepStats, TokensFile
 from shoal.trainer.packing import mixed
 from shoal.trainer.worker import StepTrainer
 from shoal.types import Group, Rollout, Sample, Split
-from shoal.weights.store import ADAPTER_FILE, FILE, WeightStore, WrittenVersion
+from shoal.weights.store import WeightStore, WrittenVersion
 
 REDRAWS_PER_GROUP = 3
 """Drops per wanted group at most: a step on tasks that are all too easy or too hard would never end."""
@@ -246,7 +247,7 @@ class Steps:
         """
         skip = shutil.ignore_patterns("*.safetensors*")
         await asyncio.to_thread(shutil.copytree, model_dir, target, dirs_exist_ok=True, ignore=skip)
-        await self.trainer.write_version(target / FILE, push=False)
+        await self.trainer.write_version(target / MODEL_FILE, push=False)
         if self.config.train.lora.rank:
             await asyncio.to_thread(adapter.mkdir, exist_ok=True)
             await self.trainer.write_version(adapter / ADAPTER_FILE, push=False)

@@ -16,7 +16,7 @@ from shoal.config import Config
 from shoal.config.presets import PRESETS
 from shoal.config.settings import EMBEDDED
 from shoal.errors import ConfigError, ModelError, RunDirError, TaskError, did_you_mean
-from shoal.files import siblings
+from shoal.files import ADAPTER_FILE, MODEL_FILE, siblings
 from shoal.interfaces import Environment, Scorer
 from shoal.model.adapter_targets import check_targets_of_files
 from shoal.model.chat_template import ChatRenderer
@@ -33,12 +33,11 @@ from shoal.run.machine.devices import Devices, Threads, devices_of
 from shoal.run.machine.memory import check_fits
 from shoal.sandbox.runner import strongest
 from shoal.swarm.strategy.choice import sharer_of, taker_of
-from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.invitation import NatsOptions
 from shoal.tasks.library import library_of
 from shoal.tasks.mixture import Mixture
 from shoal.tasks.sdk import Definition
 from shoal.types import MOST_KEPT, RewardStatus, Sampling, Split, Task
-from shoal.weights.store import ADAPTER_FILE, FILE
 
 PROBED_TASKS = 64
 FOLDERS = ("weights", "logs", "checkpoints", "swarm", "model", "adapter", "archive", "held_out", "tokens")
@@ -64,12 +63,14 @@ class Prepared:
     """Scorer in place of the worker processes."""
     single_turn: type[SingleTurn] = SingleTurn
     """Runner of tasks without an agent."""
+    hosted: Mapping[str, Environment] = field(default_factory=dict)
+    """Environments that other hosts play, too, in place of those of their names."""
 
     @property
     def environments(self) -> Mapping[str, Environment]:
         """Environments of the run, by name."""
         services = self.service.services if isinstance(self.service, Mixture) else (self.service,)
-        return {one.name: one for one in services}
+        return {one.name: self.hosted.get(one.name, one) for one in services}
 
     @property
     def sampling(self) -> Sampling:
@@ -90,7 +91,7 @@ class Prepared:
         """Name of the file of a Version: an adapter where all engines that load it have its base."""
         engine, listens = self.config.engine, self.config.cluster.listen
         others = (engine.urls and not engine.adapters) or listens
-        return ADAPTER_FILE if self.config.train.lora.rank and not others else FILE
+        return ADAPTER_FILE if self.config.train.lora.rank and not others else MODEL_FILE
 
 
 @contextmanager

@@ -46,10 +46,10 @@ def run_token(config: Config) -> str:
 
 
 @contextmanager
-def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> Iterator[None]:
+def launched(config: Config, token: str, show: Callable[[str], None]) -> Iterator[None]:
     """Has Ray start the roles of `cluster`, and keep them, within the block.
 
-    Starts nothing without a Ray cluster. `on_given_up` gets a sentence for a role that ends too often. Raises
+    Starts nothing without a Ray cluster. `show` gets a sentence for a role that ends too often or finds no room. Raises
     `ConfigError` when Ray is not installed.
     """
     cluster = config.cluster
@@ -70,7 +70,7 @@ def launched(config: Config, token: str, on_given_up: Callable[[str], None]) -> 
         engine_command=engines.command if engines else [],
         rewards=cluster.rewards,
     )
-    with started(plan, token, on_given_up):
+    with started(plan, token, show):
         yield
 
 
@@ -88,6 +88,7 @@ async def opened_roles(prepared: Prepared, store: WeightStore, on_event: OnEvent
         config.engine.model_dump_json(),
         prepared.sampling,
         prepared.max_model_len,
+        replays=config.train.router_replay,
     )
     shared: RunServer | None = getattr(prepared.service, "task_server", None)
     versions = VersionServer(store, prepared.model_dir, identity)

@@ -7,7 +7,7 @@ from math import ceil
 from pathlib import Path
 from typing import TypeAlias
 
-from shoal.config import Config, credentials, load, to_toml
+from shoal.config import CREDENTIALS, Config, load, to_toml
 from shoal.config.training import OwnLoss
 from shoal.errors import ConfigError, LogBehind, RunDirError
 from shoal.experience.buffer import Buffer
@@ -99,8 +99,8 @@ def write_resolved(config: Config, run_dir: Path) -> None:
     text = to_toml(config, hidden)
     try:
         if not hidden:
-            (run_dir / credentials.FILE).unlink(missing_ok=True)
-        files = {credentials.FILE: json.dumps(hidden), "resolved.toml": text}
+            (run_dir / CREDENTIALS).unlink(missing_ok=True)
+        files = {CREDENTIALS: json.dumps(hidden), "resolved.toml": text}
         for name in files if hidden else ["resolved.toml"]:
             with replaced(run_dir / name, private=True) as unfinished:
                 unfinished.write_text(files[name], encoding="utf-8")

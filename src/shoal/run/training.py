@@ -18,8 +18,7 @@ from functools import partial
 from pathlib import Path
 from statistics import fmean
 
-from shoal.config import Config
-from shoal.config.credentials import refuse_masked
+from shoal.config import Config, refuse_masked
 from shoal.errors import ChildDied, ConfigError, WorkerLost
 from shoal.experience import checkpoint
 from shoal.experience.buffer import Buffer
@@ -302,28 +301,36 @@ async def logprob_mismatch(policy: Policy, *, same_weights: bool = True) -> floa
     """Mean |difference| in nats between the logprobs of engine and trainer, on answers just sampled.
 
     Raises `ConfigError` where every engine is above the bound of the dtype: importance ratios would measure the
-    software, not the policy. An engine above it rests while others are below. Without `same_weights` no bound applies:
-    a trainer that resumes between two Versions is ahead of the engines.
+    software, not the policy. An engine above it rests, and others answer. Without `same_weights` no bound applies: a
+    trainer that resumes between two Versions is ahead of the engines.
     """
     prepared = policy.prepared
     sampling = Sampling(PARITY_TOKENS, stop_token_ids=prepared.renderer.stop_token_ids, seed=policy.config.seed)
-    for index in range(4):
-        prompt_ids = prepared.renderer.prompt_ids(prepared.service.draw(Split.EVAL, index).messages)
-        await policy.engine.generate(prompt_ids, sampling, n=2)
-    found = await differences(policy.engine, policy.trainer.logprobs, sampling.temperature, 8)
-    mismatches = {name: fmean(each) for name, each in found.items()}
+    mismatches, fine = dict[str, float](), list[float]()
     bound = PARITY_BOUND_NATS[policy.config.model.dtype]
-    fine = [nats for nats in mismatches.values() if nats <= bound or not same_weights]  # nan is no agreement either
-    if mismatches and not fine:
-        raise ConfigError(
-            f"engine and trainer disagree about the same tokens: mean |logprob difference| "
-            f"{min(mismatches.values()):.2e} nats, expected at most {bound:.0e}; check that both load the same model "
-            "in the same dtype"
-        )
-    for name, nats in mismatches.items() if same_weights else ():
-        departs = f"its logprobs differ from the trainer's by {nats:.2e} nats per token, expected at most {bound:.0e}"
-        policy.engine.judge(name, departs if not nats <= bound else "")
-    return fmean(fine or [0.0])
+    while not fine:
+        for index in range(4):
+            prompt_ids = prepared.renderer.prompt_ids(prepared.service.draw(Split.EVAL, index).messages)
+            await policy.engine.generate(prompt_ids, sampling, n=2)
+        found = await differences(policy.engine, policy.trainer.logprobs, sampling.temperature, 8)
+        if not found:
+            return 0.0
+        measured = {name: fmean(each) for name, each in found.items()}
+        mismatches |= measured
+        fine = [nats for nats in measured.values() if nats <= bound or not same_weights]  # nan is no agreement either
+        others = {one.name for one in policy.engine.replicas if not one.left_out} - mismatches.keys()
+        if not fine and not others:
+            raise ConfigError(
+                f"engine and trainer disagree about the same tokens: mean |logprob difference| "
+                f"{min(mismatches.values()):.2e} nats, expected at most {bound:.0e}; check that both load the same "
+                "model in the same dtype"
+            )
+        for name, nats in measured.items() if same_weights else ():
+            departs = (
+                f"its logprobs differ from the trainer's by {nats:.2e} nats per token, expected at most {bound:.0e}"
+            )
+            policy.engine.judge(name, departs if not nats <= bound else "")
+    return fmean(fine)
 
 
 async def recover(policy: Policy, run_dir: Path, trackers: Trackers) -> None:

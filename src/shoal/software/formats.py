@@ -11,8 +11,9 @@ import shlex
 import subprocess
 import tempfile
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -25,14 +26,27 @@ from shoal.workspace.reports import ReportKind
 from shoal.workspace.task import WorkspaceTask
 from shoal.workspace.tree import Tree, tree_of
 
+PLACE = "/app"
+"""Folder of the commands in the base images of terminal-bench, and of a task without a Dockerfile."""
 PYTEST = ("python", "-m", "pytest", "-q", "-o", "addopts=")
 _REWARD = "/logs/verifier/reward.txt"
 _SCRIPT = (
     f"bash /tests/test.sh; exec python3 -c 'import sys; sys.exit(float(open(\"{_REWARD}\").read()) < 1)'",
-    "bash /tests/run-tests.sh",
+    "TEST_DIR=/tests bash /tests/run-tests.sh",
 )
 """Harbor's script writes a reward; the one of terminal-bench ends with the exit code of its tests."""
 _PYTEST_OF = re.compile(r"pytest\b[^\n;|&]*?\s((?:/tests|\$TEST_DIR)/[\w./-]+\.py)")
+_INSTALLED = re.compile(
+    r"(?:^|[;&|(])\s*(?:sudo\s+)?(?:python3?\s+-m\s+)?(?:uv\s+add|(?:uv\s+)?pip3?\s+install)\s([^\n;&|)]+)",
+    re.MULTILINE,
+)
+"""Command of a shell that installs packages, and its words."""
+_OPTION = re.compile(
+    r"\s(?:-[rctpif]|--(?:requirement|constraint|target|python|index|(?:extra-|default-)?index-url|find-links|prefix))[\s=]\s*\S+"
+)
+"""Option of such a command with its value."""
+_REQUIREMENT = re.compile(r"[\"']?([A-Za-z][\w.-]*)(?:[\[=<>!~].*)?[\"']?")
+_ARCHIVE = re.compile(r"\.(?:tar(?:\.\w+)?|tgz|zip|whl|bundle)$")
 _ALONE = {"FROM", "WORKDIR", "COPY", "ADD", "CMD", "ENTRYPOINT", "LABEL", "MAINTAINER", "EXPOSE", "USER"}
 """Instructions of a Dockerfile that a folder of files can stand in for."""
 
@@ -78,9 +92,7 @@ def instance_task(one: Instance, trees: Path) -> WorkspaceTask:
     """The task of an instance: SWE-smith's patch plants the fault, SWE-bench's mends it. Raises `TaskError`."""
     short = one.repo.rpartition("/")[2]
     names = (one.instance_id, one.repo.replace("/", "__"), short, TREE)
-    found = [
-        path for name in names for path in sorted(trees.glob(f"{name}*")) if path.stem.partition(".tar")[0] == name
-    ]
+    found = [path for name in names for path in sorted(trees.glob(f"{name}*")) if _ARCHIVE.sub("", path.name) == name]
     if not found and not one.image_name:
         raise TaskError(f"{one.instance_id}: expected one of {', '.join(names)} in {trees}, as a folder or an archive")
     tree = tree_of(found[0]) if found else image_tree(one.image_name, "/testbed")
@@ -155,16 +167,17 @@ def harbor_task(folder: Path) -> WorkspaceTask:
 
 def terminal_task(folder: Path) -> WorkspaceTask:
     """A task of terminal-bench. Raises `TaskError`."""
-    import yaml
-
     try:
-        config = yaml.safe_load((folder / "task.yaml").read_text())
-        problem = config["instruction"]
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        config = msgspec.yaml.decode((folder / "task.yaml").read_bytes(), type=_TerminalTask)
+    except (OSError, msgspec.MsgspecError) as error:
         raise TaskError(f"{folder}: expected task.yaml with an instruction: {error}") from None
     tree = _environment(folder, "")
-    wall_s = float(config.get("max_test_timeout_sec", 600.0))
-    return _scripted(folder, problem, tree, _SCRIPT[1], "run-tests.sh", wall_s)
+    return _scripted(folder, config.instruction, tree, _SCRIPT[1], "run-tests.sh", config.max_test_timeout_sec)
+
+
+class _TerminalTask(msgspec.Struct):
+    instruction: str
+    max_test_timeout_sec: float = 600.0
 
 
 def _scripted(folder: Path, problem: str, tree: Tree, script: str, name: str, wall_s: float) -> WorkspaceTask:
@@ -180,26 +193,62 @@ def _scripted(folder: Path, problem: str, tree: Tree, script: str, name: str, wa
         raise TaskError(f"{tests}: expected tests of text only: {error}") from None
     if f"/tests/{name}" not in texts:
         raise TaskError(f"{folder}: expected {name}, found none")
-    pytests = [found.replace("$TEST_DIR", "/tests") for found in _PYTEST_OF.findall(texts[f"/tests/{name}"])]
+    script_text = texts[f"/tests/{name}"]
+    called = [
+        text for target, text in texts.items() if target.endswith(".sh") and target.rpartition("/")[2] in script_text
+    ]
+    pytests = [
+        found.replace("$TEST_DIR", "/tests") for text in (script_text, *called) for found in _PYTEST_OF.findall(text)
+    ]
     return WorkspaceTask(
         id=folder.name,
         problem=problem,
         tree=tree.digest,
         place=tree.place,
-        packages=() if tree.has_system else ("pytest",),
+        packages=() if tree.has_system else _packages(folder, (script_text, *called)),
         command=(*PYTEST, *pytests) if pytests else ("/bin/bash", "-c", script),
         kind=ReportKind.JUNIT if pytests else ReportKind.EXIT_CODE,
         files={**texts, "/logs/verifier/.kept": ""},
         wall_s=wall_s,
+        all_or_nothing=True,
     )
+
+
+def _packages(folder: Path, scripts: Iterable[str]) -> tuple[str, ...]:
+    """Pytest, and the packages that test scripts install, which this machine must have. Raises `TaskError`."""
+    lines = (re.sub(r"\\\n", " ", re.sub(r"(^|\s)#.*", "", script)) for script in scripts)
+    words = (
+        word for line in lines for found in _INSTALLED.findall(line) for word in _OPTION.sub("", f" {found}").split()
+    )
+    named = {required[1] for word in words if (required := _REQUIREMENT.fullmatch(word))} - {"pip", "uv"}
+    try:
+        for name in sorted(named):
+            distribution(name)
+    except PackageNotFoundError as error:
+        raise TaskError(f"{folder}: its tests need the package {error.name}; install it here") from None
+    return tuple(sorted({"pytest", *named}))
 
 
 def oracle(folder: Path) -> str:
     """The script that solves a task of Harbor or terminal-bench. Raises `TaskError`."""
-    scripts = [path for path in (folder / "solution" / "solve.sh", folder / "solution.sh") if path.is_file()]
-    if not scripts or ((folder / "solution").is_dir() and len(list((folder / "solution").iterdir())) > 1):
-        raise TaskError(f"{folder}: expected one script as the solution, solution/solve.sh or solution.sh")
-    return scripts[0].read_text()
+    for script in (folder / "solution" / "solve.sh", folder / "solution.sh"):
+        if script.is_file() and (script.parent == folder or len(list(script.parent.iterdir())) == 1):
+            return script.read_text()
+    expected = f"{folder}: expected one script as the solution, solution/solve.sh or solution.sh, or solution.yaml"
+    try:
+        steps = msgspec.yaml.decode((folder / "solution.yaml").read_bytes(), type=list[_Typed])
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TaskError(f"{expected}: {error}") from None
+    if keys := [step.command for step in steps if not step.append_enter]:
+        raise TaskError(f"{expected} of whole commands, got keys for a terminal: {keys[0][:80]!r}")
+    return "\n".join(step.command for step in steps)
+
+
+class _Typed(msgspec.Struct):
+    """Keys that terminal-bench types into a terminal."""
+
+    command: str
+    append_enter: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,11 +273,13 @@ def recipe_of(dockerfile: str) -> Dockerfile:
     place, copies, engine_for = "/", list[tuple[str, str]](), ""
     for line in re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n?", "", dockerfile, flags=re.MULTILINE)).splitlines():
         word, _, rest = line.strip().partition(" ")
-        if word.upper() == "WORKDIR":
+        if word.upper() == "FROM" and "/t-bench/" in rest:
+            place = PLACE
+        elif word.upper() == "WORKDIR":
             place = _joined(place, rest.strip())
         elif word.upper() in ("COPY", "ADD") and not rest.lstrip().startswith(("--", "[", "http")):
             *sources, target = shlex.split(rest)
-            into = target.endswith(("/", ".")) or len(sources) > 1
+            into = target.endswith(("/", ".")) or len(sources) > 1 or _joined(place, target) == place
             copies += [(one, _joined(place, target).rstrip("/") + "/" * into) for one in sources]
         elif word and word.upper() not in _ALONE - {"COPY", "ADD"}:
             engine_for = engine_for or line.strip()
@@ -242,16 +293,35 @@ def _joined(*parts: str) -> str:
 
 def _environment(context: Path, image: str) -> Tree:
     """The tree of a task's environment: a folder's files where these suffice, else the root of its image."""
+    for name in ("docker-compose.yaml", "docker-compose.yml"):
+        if (context / name).is_file() and len(others := _services(context / name)) > 1:
+            raise TaskError(f"{context / name}: expected one service, got {', '.join(others)}")
     dockerfile = context / "Dockerfile"
-    recipe = recipe_of(dockerfile.read_text()) if dockerfile.is_file() else Dockerfile("/app", (), "")
-    place = recipe.place if recipe.place != "/" else "/app"
-    outside = [target for _, target in recipe.copies if not PurePosixPath(target).is_relative_to(place)]
+    if not image and not dockerfile.is_file():
+        raise TaskError(f"{context}: expected a Dockerfile or the name of an image, found none")
+    recipe = recipe_of(dockerfile.read_text() if dockerfile.is_file() else "")
+    place = recipe.place if recipe.place != "/" else PLACE
+    outside = [
+        target for _, target in recipe.copies if target == place or not PurePosixPath(target).is_relative_to(place)
+    ]
     if image or recipe.engine_for or outside:
         return image_tree(image, place, context=context, why=recipe.engine_for or f"COPY to {', '.join(outside)}")
     with tempfile.TemporaryDirectory() as made:
         for source, target in recipe.copies:
             _copy(context, source, Path(made, PurePosixPath(target).relative_to(place)), takes=target.endswith("/"))
         return tree_of(Path(made), place=place)
+
+
+def _services(file: Path) -> list[str]:
+    """Names of the containers of an environment. Raises `TaskError`."""
+    try:
+        return list(msgspec.yaml.decode(file.read_bytes(), type=_Compose).services)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TaskError(f"{file}: {error}") from None
+
+
+class _Compose(msgspec.Struct):
+    services: dict[str, object]
 
 
 def _check_own(folder: Path, path: Path) -> None:

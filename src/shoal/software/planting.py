@@ -1,20 +1,82 @@
 """Software tasks from a package: faults that some of its tests notice, as instances in the fields of SWE-smith."""
 
 import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import packages_distributions
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from shoal.errors import TaskError
+from shoal.sandbox.command import installed_packages
+from shoal.sandbox.program import Program, ProgramLimits
+from shoal.sandbox.runner import run
 from shoal.software.faults import FaultyModule, Site, faulty, spread
 from shoal.software.in_sandbox.suite import Tested, TestRun
 from shoal.software.instances import Instance, hardness, package_tree, write_set
-from shoal.software.suite import JOBS_AT_ONCE, Suite
 from shoal.tasks.holdout import EVAL_SHARE, split_of
 from shoal.workspace.changes import difference_of
+
+_PROGRAM = Path(__file__).parent / "in_sandbox" / "suite.py"
+_WORK = "/shoal-work"
+_START_S = 30.0
+_LIMITS = ProgramLimits(cpu_s=3600, memory_bytes=8 << 30, processes=128, output_bytes=256 << 20, file_bytes=1 << 30)
+JOBS_AT_ONCE = 60
+"""Jobs of one sandbox; a sandbox starts in about a second, with pytest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """A prepared tree and its tests."""
+
+    tree: Mapping[str, bytes]
+    """Content of files by path."""
+    warm: Sequence[str] = ()
+    """Installed modules that are imported once for all runs."""
+
+    @property
+    def root(self) -> str:
+        """Folder of the tree from which packages are imported."""
+        return "src" if any(path.startswith("src/") for path in self.tree) else "."
+
+    def results(self, runs: Sequence[TestRun]) -> Iterator[Tested | None]:
+        """The result of each run, in order; None for a run that ran out of time or broke its process.
+
+        Raises `TaskError` when the tests cannot be started, and `SandboxUnavailable`.
+        """
+        for first in range(0, len(runs), JOBS_AT_ONCE):
+            yield from self._results(runs[first : first + JOBS_AT_ONCE])
+
+    def _results(self, runs: Sequence[TestRun]) -> list[Tested | None]:
+        wall_s = _START_S + sum(one.limit_s for one in runs)
+        program = Program(
+            source=_PROGRAM.read_text(),
+            files={f"tree/{path}": content for path, content in self.tree.items()} | {"tmp/.kept": b""},
+            stdin=json.dumps({"warm": list(self.warm), "jobs": [asdict(one) for one in runs]}).encode(),
+            packages=installed_packages(),
+            environment={
+                "PYTHONPATH": os.pathsep.join([f"{_WORK}/tree/{self.root}", *map(str, installed_packages())]),
+                "HOME": _WORK,
+                "TMPDIR": f"{_WORK}/tmp",
+                "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+                "PYTHONHASHSEED": "0",
+                "COLUMNS": "80",
+            },
+        )
+        finished = run(program, replace(_LIMITS, wall_s=wall_s))
+        try:
+            return msgspec.json.decode(finished.stdout, type=list[Tested | None])
+        except msgspec.DecodeError:
+            said = finished.stderr.decode(errors="replace").strip()[-500:]
+            raise TaskError(
+                f"the tests could not be run: the sandbox's program {finished.ended.value}: {said}"
+            ) from None
+
 
 RUNS = 5
 """Runs of all tests; a test that is not green in each of them is left out."""

@@ -26,9 +26,8 @@ from shoal.swarm.strategy.choice import sharer_of, taker_of
 from shoal.swarm.strategy.ready_pool import ReadyPool
 from shoal.swarm.strategy.sharing import Outbox
 from shoal.swarm.trust.contents import Contents
-from shoal.swarm.trust.encoding import ReadyOffer, rollouts_of
+from shoal.swarm.trust.encoding import OfferReader, ReadyOffer, limits_of, rollouts_of
 from shoal.swarm.trust.ingress import VerifiedMessage
-from shoal.swarm.trust.offer_reading import OfferReader, limits_of
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.verification import Rounds, Verification
 from shoal.swarm.wire.offer import Offer

@@ -15,9 +15,8 @@ from shoal.swarm.strategy.choice import differ
 from shoal.swarm.strategy.pending import PendingOffers
 from shoal.swarm.strategy.ready_pool import ReadyPool
 from shoal.swarm.trust.contents import Contents
-from shoal.swarm.trust.encoding import ReadyOffer
+from shoal.swarm.trust.encoding import OfferReader, ReadyOffer
 from shoal.swarm.trust.ingress import IngressFilter, VerifiedMessage
-from shoal.swarm.trust.offer_reading import OfferReader
 from shoal.swarm.trust.rates import Recent
 from shoal.swarm.trust.refusals import LIES, Reason
 from shoal.swarm.wire.offer import Offer

@@ -13,8 +13,7 @@ from shoal.tasks.holdout import EVAL_SHARE, HeldOut, check_rewrite
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.mixture import Mixture
 from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService
-from shoal.tasks.remote_environment import RemoteEnvironment
-from shoal.tasks.remote_server import TaskServer
+from shoal.tasks.remote_environment import RemoteEnvironment, TaskServer
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.types import Split
 
@@ -30,7 +29,7 @@ def written(config: TaskConfig, seed: int) -> Definition:
     if config.service == "turns":
         if path not in GAMES:
             raise TaskError(f"tasks.{config.name}: {expected_one_of(GAMES, path)}")
-        path = f"shoal.environments.{path}:{path}"
+        path = f"shoal.environments.{'workspace' if path == 'workspace' else 'games'}:{path}"
     if isinstance(config.params, int):
         raise TaskError(f"tasks.{config.name}.params: expected a table, got the level {config.params}")
     found = definition_at(path)

@@ -4,7 +4,7 @@ A worker listens on no port. While the run is away it keeps reconnecting; its jo
 get them.
 """
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,10 +13,9 @@ import aiohttp
 import msgspec
 
 from shoal.errors import EngineUnavailable
-from shoal.net.chat import TIMEOUT_S, ChatRefused, completion, wire_of
+from shoal.net.chat import TIMEOUT_S, ChatRefused, close_clients, completion, session_client, wire_of
 from shoal.net.client import session
 from shoal.net.joining import Answering, hold_lease
-from shoal.net.openai_client import close_clients, session_client
 from shoal.plugins import described
 from shoal.tasks.remote_protocol import DrawJob, Job, JobDone, JobFailed, RolloutJob, TaskRole
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
@@ -91,30 +90,34 @@ class RemoteWorker:
 
             async def answer(request: bytes) -> bytes:
                 """Result of a job."""
-                try:
-                    value = msgspec.json.encode(await self._done(http, msgspec.json.decode(request, type=Job)))
-                    if len(value) > MOST_RESULT_BYTES:
-                        raise EnvironmentFailed(
-                            f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(value)}"
-                        )
-                    return msgspec.json.encode(JobDone(msgspec.Raw(value)))
-                except PolicyFailed as failure:
-                    return _failed(str(failure), by_policy=True)
-                except EnvironmentFailed as failure:
-                    return _failed(str(failure), retry=failure.retry)
-                except Exception as error:  # an author's code may raise anything: its failure is a result
-                    return _failed(described(error))
+                return await result_of(self._done(http, request))
 
             yield answer
 
-    async def _done(self, http: aiohttp.ClientSession, job: Job) -> object:
+    async def _done(self, http: aiohttp.ClientSession, request: bytes) -> object:
         """Does a job. Raises any exception of the author's code."""
+        job = msgspec.json.decode(request, type=Job)
         if isinstance(job, DrawJob):
             return await self.served.drawn(job.split, job.index)
         if isinstance(job, RolloutJob):
             model = HttpModel(job.base_url, job.anthropic_base_url, job.api_key, http)
             return await self.served.rollout(job.task, model)
         return await self.served.score(job.task, job.answers)
+
+
+async def result_of(doing: Awaitable[object]) -> bytes:
+    """Message with the value of a job, or with its failure."""
+    try:
+        value = msgspec.json.encode(await doing)
+        if len(value) > MOST_RESULT_BYTES:
+            raise EnvironmentFailed(f"expected a result of at most {MOST_RESULT_BYTES} bytes, got {len(value)}")
+        return msgspec.json.encode(JobDone(msgspec.Raw(value)))
+    except PolicyFailed as failure:
+        return _failed(str(failure), by_policy=True)
+    except EnvironmentFailed as failure:
+        return _failed(str(failure), retry=failure.retry)
+    except Exception as error:  # an author's code may raise anything: its failure is a result
+        return _failed(described(error))
 
 
 def _failed(reason: str, *, retry: bool = False, by_policy: bool = False) -> bytes:

@@ -21,7 +21,6 @@ belongs to the other split by its text is drawn again. So draws repeat, and held
 Methods may be `async` or not; plain methods run in threads. Each process that serves the class makes one object of it.
 """
 
-import asyncio
 import dataclasses
 import inspect
 import itertools
@@ -36,7 +35,7 @@ import msgspec
 from shoal import checker
 from shoal.errors import TaskError
 from shoal.interfaces import Environment, Model
-from shoal.plugins import described, numbers_of, own_code
+from shoal.plugins import described, in_thread, numbers_of, own_code
 from shoal.tasks.holdout import EVAL_SHARE, Epochs, first_of, prompt, rewritten
 from shoal.types import Json, Message, Outcome, Receipt, Reward, RewardStatus, Role, Split, Task, seed_for
 
@@ -290,7 +289,10 @@ def outcome_of(said: object) -> Outcome:
 
 async def called(method: Callable[..., object], *arguments: object, **named: object) -> object:
     """Calls an author's method; a method that is not `async` runs in a thread, where it may take its time."""
-    if inspect.iscoroutinefunction(method):
-        return await cast(Awaitable[object], method(*arguments, **named))
-    given = await asyncio.to_thread(method, *arguments, **named)
-    return await given if inspect.isawaitable(given) else given
+    try:
+        if inspect.iscoroutinefunction(method):
+            return await cast(Awaitable[object], method(*arguments, **named))
+        given = await in_thread(method, *arguments, **named)
+        return await given if inspect.isawaitable(given) else given
+    except SystemExit as error:  # it would end the event loop
+        raise RuntimeError(described(error)) from error

@@ -19,7 +19,6 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from shoal.errors import WireError
 from shoal.net.server import HANDLERS, Refused, body, decoded, json
-from shoal.net.zstd import decompressed
 from shoal.tinker import requests as r
 from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, page
 from shoal.tinker.data import MOST_ROWS
@@ -28,6 +27,7 @@ from shoal.tinker.service import TinkerService, new_id
 from shoal.tinker.store import Sampler, SavedWeights, StoredModel, owner_of
 from shoal.tinker.training import LoadBody, Saving
 from shoal.trainer.messages import Adapter
+from shoal.weights.manifest import decompressed
 
 T = TypeVar("T")
 
@@ -40,8 +40,6 @@ CLIENT_CONFIG = {
     "fwdbwd_max_chunk_len": MOST_ROWS,
 }
 """Flags of the package: one request at a time for each model, over its plain HTTP client."""
-MOST_OPEN = 64
-"""Models of one key that are not unloaded."""
 
 Handler = Callable[[Http, str], Awaitable[Response]]
 """Answers a request of a client, who is known by an owner's digest."""
@@ -150,16 +148,15 @@ class TinkerApp:
         self, session: str, seq_id: int, base: str, adapter: str, folder: str, optimizer: bool
     ) -> dict[str, str]:
         model_id, owner = f"{session}:train:{seq_id}", self._store.owner(session) or ""
-        if self._store.model(model_id) is None and self._store.open_models(owner) >= MOST_OPEN:
-            raise Refused(HTTPStatus.TOO_MANY_REQUESTS, f"expected at most {MOST_OPEN} models of a key; unload one")
+        if self._store.model(model_id) is None:
+            self._service.make_room(owner)
         given = base, adapter, folder, optimizer
         with self._store.together():
             self._store.add_model(model_id, session, *given)
             return self._promise(model_id, 0, "create", msgspec.json.encode(given))
 
     def _unload(self, request: r.OfModel, owner: str) -> object:
-        model = self._model_of(request.model_id, owner)
-        return {"request_id": self._service.submit(f"{model.id}/unload", model.id, "unload", b"")}
+        return {"request_id": self._service.unload(self._model_of(request.model_id, owner))}
 
     def _info(self, request: r.OfModel, owner: str) -> object:
         model = self._model_of(request.model_id, owner)
@@ -308,7 +305,7 @@ class TinkerApp:
         session = self._session_of(http.path_params["id"], owner)
         await body(http, r.MOST_JSON_BYTES)
         for model in self._store.models(session):
-            self._service.submit(f"{model.id}/unload", model.id, "unload", b"")
+            self._service.unload(model)
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
     def _runs(self, http: Http, owner: str) -> object:
@@ -366,12 +363,14 @@ class TinkerApp:
     def _session_of(self, session: str, owner: str) -> str:
         if self._store.owner(session) != owner:
             raise Refused(HTTPStatus.NOT_FOUND, f"session_id: session {session!r} not found for this API key")
+        self._service.hear(session)
         return session
 
     def _model_of(self, id_: str, owner: str, *, closed: bool = False) -> StoredModel:
         model = self._store.model(id_)
         if model is None or self._store.owner(model.session) != owner or (model.closed and not closed):
             raise Refused(HTTPStatus.NOT_FOUND, f"model_id: model {id_!r} not found for this API key")
+        self._service.hear(model.session)
         return model
 
     def _sampler_of(self, id_: str, owner: str) -> Sampler:

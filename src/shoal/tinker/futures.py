@@ -34,10 +34,13 @@ class Futures:
             request = self._store.request(id_)
         return request
 
-    def resolve(self, request: StoredRequest, result: bytes | Exception) -> None:
-        """Ends a request with its result or its error; a model whose creation failed is closed."""
+    def resolve(self, request: StoredRequest, result: bytes | Exception, *, repeats: bool = False) -> None:
+        """Ends a request with its result or its error; a model whose creation failed is closed.
+
+        A restart `repeats` the request.
+        """
         if isinstance(result, bytes):
-            self._store.resolve(request.id, result)
+            self._store.resolve(request.id, result, repeats=repeats)
         else:
             why = str(result)
             if not isinstance(result, ShoalError):
@@ -49,6 +52,8 @@ class Futures:
                 self._store.resolve(request.id, failure, failed=True)
                 if request.kind == "create":
                     self._store.close_model(request.target)
+                elif request.kind == "optim_step":
+                    self._store.drop_gradient(request)
         self.set(request.id)
 
     def set(self, id_: str) -> None:

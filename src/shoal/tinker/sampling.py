@@ -9,7 +9,7 @@ import numpy as np
 from tinker.proto import tinker_public_pb2 as pb
 
 from shoal.engine.pool.engine_pool import EnginePool
-from shoal.engine.pool.named_models import NamedModel
+from shoal.engine.pool.replica import NamedModel
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import RequestRefused
 from shoal.model.chat_template import ChatRenderer

@@ -128,10 +128,11 @@ class Store:
         self._db.executescript(SCHEMA)
 
     def forget(self, before: float) -> None:
-        """Deletes finished requests older than `before` that the states on disk contain."""
+        """Deletes finished requests older than `before` that no restart repeats, so that their bodies are empty."""
         self._db.execute(
-            "DELETE FROM requests WHERE state != 'pending' AND kind != 'create' AND created < ? AND number <= "
-            "(SELECT coalesce(min(state_at), 1 << 62) FROM models WHERE id = target)",
+            "DELETE FROM requests WHERE state != 'pending' AND kind != 'create' AND created < ? AND (body = x'' OR "
+            "number <= (SELECT coalesce(min(CASE closed WHEN 0 THEN state_at END), 1 << 62) FROM models "
+            "WHERE id = target))",
             (before,),
         )
 
@@ -164,10 +165,11 @@ class Store:
         rows = self._db.execute("SELECT id FROM sessions WHERE owner = ? ORDER BY created DESC", (owner,))
         return [str(row[0]) for row in rows]
 
-    def open_models(self, owner: str) -> int:
-        """Number of models of a client that are not unloaded."""
-        query = "SELECT count(*) FROM models JOIN sessions ON sessions.id = session WHERE owner = ? AND closed = 0"
-        return int(self._db.execute(query, (owner,)).fetchone()[0])
+    def open_models(self, owner: str) -> list[StoredModel]:
+        """Models of a client that are not unloaded, nor about to be."""
+        unloading = "SELECT 1 FROM requests WHERE target = models.id AND kind = 'unload' AND state = 'pending'"
+        mine = "session IN (SELECT id FROM sessions WHERE owner = ?)"
+        return list(self._models(f"{mine} AND closed = 0 AND NOT EXISTS ({unloading})", owner))
 
     def add_model(self, id_: str, session: str, base: str, adapter: str, folder: str, optimizer: bool) -> None:
         """Adds a model that starts from its base, or from the state in a folder; a second call changes nothing."""
@@ -178,9 +180,9 @@ class Store:
         )
 
     def set_state(self, model: str, folder: str, at: int) -> None:
-        """Records the state on disk, which contains every request up to `at`; their bodies are deleted."""
+        """Records the state on disk, which contains every request up to `at`; their bodies are emptied."""
         self._db.execute("UPDATE models SET folder = ?, optimizer = 1, state_at = ? WHERE id = ?", (folder, at, model))
-        self._db.execute("UPDATE requests SET body = x'' WHERE target = ? AND number < ?", (model, at))
+        self._db.execute("UPDATE requests SET body = x'' WHERE target = ? AND number <= ?", (model, at))
 
     def close_model(self, model: str) -> None:
         """Records that a model is unloaded."""
@@ -250,9 +252,10 @@ class Store:
         """One request."""
         return next(self._requests("id = ?", (id_,)), None)
 
-    def requests(self, target: str) -> list[StoredRequest]:
-        """Requests for a model or a sampler, in order."""
-        return list(self._requests("target = ?", (target,)))
+    def repeated(self, model: StoredModel) -> list[StoredRequest]:
+        """Finished requests that bring a model from its state on disk to where it is, in order."""
+        where = "target = ? AND number > ? AND state != 'pending' AND body != x''"
+        return list(self._requests(where, (model.id, model.state_at)))
 
     def pending(self) -> list[StoredRequest]:
         """Requests without a result, in order."""
@@ -264,11 +267,18 @@ class Store:
             for row in rows:
                 yield StoredRequest(*row)
 
-    def resolve(self, id_: str, result: bytes, *, failed: bool = False) -> None:
-        """Records the result of a request, or why it failed."""
-        state = "failed" if failed else "done"
-        body = "CASE kind WHEN 'sample' THEN x'' ELSE body END"  # bodies of training requests are needed to repeat them
+    def resolve(self, id_: str, result: bytes, *, failed: bool = False, repeats: bool = False) -> None:
+        """Records the result of a request, or why it failed; only one that a restart `repeats` keeps its body."""
+        state, body = "failed" if failed else "done", "body" if repeats else "x''"
         self._db.execute(f"UPDATE requests SET state = ?, result = ?, body = {body} WHERE id = ?", (state, result, id_))
+
+    def drop_gradient(self, step: StoredRequest) -> None:
+        """Empties the bodies of the requests whose gradients a refused step has cleared."""
+        last = (
+            "SELECT coalesce(max(number), 0) FROM requests WHERE target = ?1 AND kind = 'optim_step' AND state = 'done'"
+        )
+        where = f"target = ?1 AND number < ?2 AND number > ({last})"
+        self._db.execute(f"UPDATE requests SET body = x'' WHERE {where}", (step.target, step.number))
 
     def add_checkpoint(self, checkpoint: SavedWeights) -> str:
         """Adds a checkpoint, in place of one with the same path, whose folder it returns; empty without one."""

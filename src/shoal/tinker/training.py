@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import ChildDied, EngineError, RequestRefused
+from shoal.files import ADAPTER_FILE
 from shoal.tinker.data import gradient_of, output_of
 from shoal.tinker.futures import Futures, stored
 from shoal.tinker.models_trainer import ModelsTrainer, ServerSettings, Trainers
-from shoal.tinker.requests import head
 from shoal.tinker.store import Sampler, SavedWeights, Store, StoredModel, StoredRequest
 from shoal.trainer.messages import (
     Adam,
@@ -30,7 +30,6 @@ from shoal.trainer.messages import (
     TrainerFailed,
     WriteVersion,
 )
-from shoal.weights.store import ADAPTER_FILE
 
 STATE_SHARE = 0.05
 """Share of the time that writing states may take; restarting takes longer when it is written less often."""
@@ -158,7 +157,7 @@ class Training:
         with self._store.together():  # a finished request is in the state, or is repeated after it
             if state is not None:
                 self._store.set_state(model.id, str(state), request.number)
-            self._store.resolve(request.id, result)
+            self._store.resolve(request.id, result, repeats=request.kind == "optim_step" and state is None)
         self._futures.set(request.id)
         if state is not None and model.folder.startswith(str(state.parent)):
             await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
@@ -179,7 +178,8 @@ class Training:
                 sums = self._sums.setdefault(request.target, {"loss": 0.0, "tokens": 0.0})
                 sums["loss"] += part.loss
                 sums["tokens"] += sum(datum.shape[0] for datum in job.data)
-            self._futures.resolve(request, await asyncio.to_thread(output_of, job, part))
+            output = await asyncio.to_thread(output_of, job, part)
+            self._futures.resolve(request, output, repeats=job.backward)
 
     async def _gradient(self, request: StoredRequest) -> Gradient:
         """Checked gradient of a request. Raises `RequestRefused`."""
@@ -322,17 +322,13 @@ class Training:
 
     async def _take_up(self, model: StoredModel) -> None:
         """Opens a model from its state on disk, and repeats the requests since."""
-        requests = self._store.requests(model.id)
-        if not requests or requests[0].state != "done":
+        created = self._store.request(f"{model.id}/0")
+        if created is None or created.state != "done":
             return
         await self._trainer.open(model)
         gradients: list[StoredRequest] = []
-        for request in requests[1:]:
-            if request.state == "pending":
-                break
-            if request.number <= model.state_at:
-                continue
-            if request.kind == "forward_backward" and request.state == "done" and not head(request.body).forward_only:
+        for request in self._store.repeated(model):
+            if request.kind == "forward_backward" and request.state == "done":
                 gradients.append(request)
             elif request.kind == "optim_step":
                 if request.state == "done":

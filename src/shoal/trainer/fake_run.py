@@ -1,28 +1,74 @@
-"""`python -m shoal.trainer.fake_run`: memory that a rank would take in a forward and a backward pass.
+"""`python -m shoal.trainer.fake_run`: memory that a rank would take in a forward and a backward pass, without numbers.
 
-The trainer itself runs with fake tensors (`fake_ranks`), and torch's memory tracker measures it.
+The trainer itself runs with fake tensors, so what it makes is what a real rank would make: sizes, dtypes, placements,
+collectives. torch's memory tracker measures it.
 
 It reads a `FakeQuestion` from standard input and prints a `FakeTaken` for each size of a micro-batch.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
-from torch import nn
+import torch
+from torch import Tensor, distributed, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.model import token_logprobs
-from shoal.trainer.fake_ranks import ShapesOnly, fake_rank
+from shoal.model.checkpoint_names import checkpoint_tensors
+from shoal.model.loading import empty_model
 from shoal.trainer.messages import FakeQuestion, FakeTaken
 from shoal.trainer.packing import Minibatch, RowBatch
-from shoal.trainer.ranks import Ranks, local
+from shoal.trainer.ranks import Ranks, leave, local
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Moment, Trainer
 from shoal.types import Sample
+
+
+class ShapesOnly:
+    """Tensors of a checkpoint that have shapes and no numbers."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> None:
+        self.shapes, self._dtype = shapes, dtype
+
+    @classmethod
+    def of_config(cls, path: Path) -> "ShapesOnly":
+        """Tensors that a checkpoint with the `config.json` in a directory has. Raises `ModelError`."""
+        model = empty_model(path)
+        tensors = checkpoint_tensors(model, dict(model.named_parameters()))
+        return cls({name: tuple(one.shape) for name, one in tensors.items()})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def whole(self, name: str) -> Tensor:
+        """One tensor."""
+        return torch.empty(self.shapes[name], dtype=self._dtype)
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Rows of one tensor."""
+        count, *rest = self.shapes[name]
+        return torch.empty((len(range(count)[rows]), *rest), dtype=self._dtype)
+
+
+@contextmanager
+def fake_rank(ranks: Ranks, device: str) -> Iterator[FakeTensorMode]:
+    """One of several ranks, inside; the process must be in no group. Every tensor made inside is fake."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=ranks.index, world_size=ranks.count)
+    try:
+        ranks.mesh(device)  # it has numbers
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            yield mode
+    finally:
+        leave()
+
 
 DEVICE = "cpu"
 """Device of the fake tensors: the one that every build of torch has. Sizes are those of any other."""

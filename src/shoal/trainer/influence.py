@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.errors import TrainerError
 from shoal.trainer.messages import Step
-from shoal.trainer.packing import Minibatch
+from shoal.trainer.packing import Minibatch, even_slices
 from shoal.trainer.step_stats import StepTotals
 from shoal.trainer.trainer import Moment, Trainer
 
@@ -36,22 +36,22 @@ def influences(trainer: Trainer, step: Step) -> tuple[tuple[float, float], ...]:
     first_of = [0, *accumulate(step.group_sizes)]
     found = [(0.0, 0.0)] * len(step.group_sizes)
     totals, by_tokens = StepTotals(trainer.device), trainer.loss_mean == "tokens"
-    rows_each = first_of[-1] / len(step.shares)
     minibatches, fresh = trainer.ready(step, totals)
-    for k, each in enumerate(minibatches):
+    updates = zip(minibatches, even_slices(len(found), len(step.shares)), strict=True)
+    for k, (each, own) in enumerate(updates):
         if not each.informative:
             continue
         at, minibatch = Moment(step.version, step.since_push, taken=k), trainer.bounded(each)
         trainer.accumulate(minibatch, totals, at, fresh=k == 0 or fresh)
         whole = trainer.optimizer.gradients()
         clip, sensitivity = trainer.optimizer.sensitivity(whole)
-        for group in range(len(found)):
+        for group in own:
             rows = range(first_of[group], first_of[group + 1])
             if (part := _part(minibatch, rows)) is not None:
                 trainer.accumulate(part, StepTotals(trainer.device), at, fresh=k == 0 or fresh)
-                share = (
-                    sum(float(batch.weight_N.sum()) for batch in part.batches) if by_tokens else len(rows) / rows_each
-                )
+                share = len(rows) / (first_of[own.stop] - first_of[own.start])
+                if by_tokens:
+                    share = sum(float(batch.weight_N.sum()) for batch in part.batches)
                 found[group] = _influence(trainer.optimizer.gradients(), whole, share, clip, sensitivity)
         for parameter, gradient in whole.items():
             parameter.grad = gradient

@@ -50,31 +50,25 @@ class StepStats:
     grad_norm: Annotated[float, "Global gradient norm before clipping, mean over the updates."] = 0.0
     update_norm: Annotated[float, "Norm of the change of the weights, mean over the updates."] = 0.0
     lr: Annotated[float, "Learning rate of the last update."] = 0.0
-    entropy: Annotated[float, "Nats per trained token, of the distribution at the rollout temperature."] = 0.0
-    ratio_mean: Annotated[float, "Mean of pi_theta / pi_behav over the trained tokens."] = 0.0
+    entropy: Annotated[float, "Nats per token, of the distribution at the rollout temperature."] = 0.0
+    ratio_mean: Annotated[float, "Mean of pi_theta / pi_behav."] = 0.0
     ratio_max: Annotated[float, "Largest pi_theta / pi_behav."] = 0.0
     ratio_shares: tuple[float, ...] = (0.0,) * (len(RATIO_BOUNDS) + 1)
     """Share of the tokens with a pi_theta / pi_behav between neighbours of 0, `RATIO_BOUNDS`, infinity."""
-    clipped_share: Annotated[float, "Share of trained tokens whose gradient the clip removed, 0..1."] = 0.0
-    masked_share: Annotated[
-        float, "Share of trained tokens whose gradient a bound on the importance weight removed, 0..1."
-    ] = 0.0
-    capped_share: Annotated[
-        float, "Share of trained tokens whose importance weight was lowered to its bound, 0..1."
-    ] = 0.0
-    ess: Annotated[float, "Effective sample size of pi_theta / pi_behav over the number of trained tokens, 0..1."] = 0.0
-    mismatch: Annotated[float, "Mean |log pi_prox - log pi_behav| over the trained tokens, in nats."] = 0.0
+    clipped_share: Annotated[float, "Share of tokens whose gradient the clip removed."] = 0.0
+    masked_share: Annotated[float, "Share of tokens whose gradient a bound on the importance weight removed."] = 0.0
+    capped_share: Annotated[float, "Share of tokens whose importance weight was lowered to its bound."] = 0.0
+    ess: Annotated[float, "Effective sample size of pi_theta / pi_behav over the number of tokens."] = 0.0
+    mismatch: Annotated[float, "Mean |log pi_prox - log pi_behav|, in nats."] = 0.0
     mismatch_fresh: Annotated[
         float | None,
         "`mismatch` over tokens sampled by the weights being trained: the difference of the engine's and the "
         "trainer's arithmetic; missing without such tokens.",
     ] = None
-    kl: Annotated[
-        float, "Estimated distance to the reference model over the trained tokens, in nats; 0 without one."
-    ] = 0.0
-    value_loss: Annotated[
-        float, "Squared error of the critic's values, half, mean over the trained tokens; 0 without a critic."
-    ] = 0.0
+    kl: Annotated[float, "Estimated distance to the reference model, in nats; 0 without one."] = 0.0
+    value_loss: Annotated[float, "Half the squared error of the critic's values, in the mean; 0 without a critic."] = (
+        0.0
+    )
     explained_variance: Annotated[
         float | None, "Share of the returns' variance that the critic's values explain; missing without a critic."
     ] = None
@@ -86,7 +80,7 @@ class StepStats:
     """Tokens of the computed rows; a prompt counts in each of its rows, though it is computed once."""
     updates: int = 0
     """Optimizer updates taken."""
-    refused_updates: Annotated[int, "Updates of the step that were not taken because the gradient was not finite."] = 0
+    refused_updates: Annotated[int, "Updates not taken because the gradient was not finite."] = 0
     seconds: float = 0.0
     weights: str = ""
     """Fingerprint of the trained weights after the step (`trainer.fingerprint`)."""

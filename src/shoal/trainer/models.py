@@ -22,13 +22,22 @@ from shoal.files import replaced
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.model.packed import target_logprobs
 from shoal.trainer.adapters import CONFIG_FILE, SOLE, WEIGHTS_FILE, Adapters, layers_of_kind, merged_tensors
-from shoal.trainer.checkpoint_files import MODEL_FILE, OPTIMIZER_FILE, LaterFiles
 from shoal.trainer.datum_loss import LOSSES
 from shoal.trainer.messages import RUN, Adam, Datum, Gradient, GradientDone, Open, TrainerFailed
 from shoal.trainer.optim import Optimizer
 from shoal.trainer.ranks import ALONE, Ranks, like
-from shoal.trainer.row_files import RowLayout, Rows, ranges_here, read_rows, rows_of, write_rows
-from shoal.trainer.version_rows import VersionRows
+from shoal.trainer.row_files import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    LaterFiles,
+    RowLayout,
+    Rows,
+    VersionRows,
+    ranges_here,
+    read_rows,
+    rows_of,
+    write_rows,
+)
 from shoal.types import seed_for
 
 MOST_TOKENS = 8192

@@ -51,6 +51,21 @@ def first_fit(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return bins
 
 
+def in_order(sizes: Sequence[int], budget: int) -> list[range]:
+    """Indices of neighbours whose sizes are at most `budget` together; a larger one is alone.
+
+    >>> in_order([3, 2, 9, 1], 5)
+    [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    parts, first, total = [], 0, 0
+    for at, size in enumerate(sizes):
+        if at > first and total + size > budget:
+            parts.append(range(first, at))
+            first, total = at, 0
+        total += size
+    return [*parts, range(first, len(sizes))] if sizes else []
+
+
 def even_bins(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Indices of items, in `count` bins of about equal size: from large to small, each goes into the emptiest bin.
 

@@ -1,4 +1,21 @@
-"""Safetensors files that several ranks write and read: each rank its own rows, and none holds a whole model.
+"""Safetensors files that several ranks write and read, each its own rows, and the fingerprint of rows.
+
+The fingerprint is equal for equal bits, however many ranks hold them:
+
+    sum over all pairs of numbers of   64 bits * factor of the pair in its block * factor of the block   modulo 2**64
+
+The factors are odd and pseudo-random (multilinear hashing, Carter and Wegman 1979). One changed number always changes
+the sum; other changes go unseen with a probability of about 2**-30. Sums of integers do not depend on their order, so a
+device computes its part without moving a weight. It is no protection against somebody who chooses weights.
+
+transformers packs experts into one tensor, [E, ...], whose rows are experts. A rank splits its experts and numbers
+them from its first one. Tensors that a checkpoint joins or cuts otherwise are gathered by the first rank.
+
+    model.safetensors        trained tensors
+    optimizer.safetensors    moments and counters
+
+Any number of ranks reads what any other has written. A checkpoint counts once `experience.checkpoint.seal` has named
+its directory: a crash leaves none half.
 
     header | tensor a: rows of rank 0, rows of rank 1, ... | tensor b: ...
 
@@ -6,9 +23,11 @@ Rows of a tensor follow one another in a file, so rows of a rank are a byte rang
 and writes its ranges in place. The file has the bytes that one writer would give it once all ranks have written.
 """
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
@@ -17,9 +36,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
 
 from shoal.errors import TrainerError
 from shoal.files import HEAD_BYTES
+from shoal.model.checkpoint_names import checkpoint_tensors
 from shoal.trainer.messages import RANGES
 from shoal.trainer.ranks import Ranks, own_rows, rows_here
 
@@ -172,3 +193,136 @@ def read_rows(path: Path, alike: Mapping[str, Tensor]) -> dict[str, Tensor]:
     except (OSError, SafetensorError) as error:
         raise TrainerError(f"{path}: expected a file that the trainer saved: {error}") from error
     return found
+
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class LaterFiles:
+    """Files that a thread writes during the steps, in order, from copies of a rank's rows."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._pending: dict[Path, Future[None]] = {}
+
+    def add(self, directory: Path, write: Callable[[], None]) -> None:
+        """Has files written into a directory, which gets no others meanwhile."""
+        assert directory not in self._pending, f"{directory} is still being written"
+        self._thread = self._thread or ThreadPoolExecutor(1, "later files")
+        self._pending[directory] = self._thread.submit(write)
+
+    def written(self, directory: Path) -> Future[None]:
+        """Done when the files of a directory are there. Raises `TrainerError` for one that gets none."""
+        if directory not in self._pending:
+            raise TrainerError(f"{directory}: expected files that are being written, got none")
+        return self._pending.pop(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRows:
+    """How a model's tensors lie in the file of a Version."""
+
+    layout: RowLayout
+    model: PreTrainedModel
+    names: Mapping[str, tuple[str, ...]]
+    """Checkpoint names of a tensor: one, or one per expert."""
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> "VersionRows":
+        """RowLayout of the model's tensors, of which only dtype and shape are read; numbers become `dtype`."""
+        empty = {name: _empty(one, dtype) for name, one in tensors.items()}
+        whole = checkpoint_tensors(model, empty)
+        names = {name: found for name, one in empty.items() if (found := _names(model, name, one, whole))}
+        return cls(RowLayout.of(whole), model, names)
+
+    def rows(self, tensors: Mapping[str, Tensor], dtype: torch.dtype, ranks: Ranks) -> Iterator[Rows]:
+        """Rows that this rank writes. All ranks exhaust it, in the same order."""
+        apart = {name: one for name, one in tensors.items() if name in self.names}
+        for one in rows_of(apart, ranks):
+            values, names = _cast(one.values, dtype), self.names[one.name]
+            if len(names) == 1:
+                yield Rows(names[0], one.first, values)
+                continue
+            experts, of_all = len(values), int(tensors[one.name].shape[0])
+            for index, split in enumerate(checkpoint_tensors(self.model, {one.name: values}).values()):
+                kind, expert = divmod(index, experts)
+                yield Rows(names[kind * of_all + one.first + expert], 0, split)
+        joint = ranks.gather({name: one for name, one in tensors.items() if name not in self.names})
+        for name, whole in checkpoint_tensors(self.model, joint).items() if joint else ():
+            yield Rows(name, 0, _cast(whole, dtype))
+
+
+def _names(model: PreTrainedModel, name: str, tensor: Tensor, whole: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of a tensor in the checkpoint, or of each of its rows, if it has nothing to do with other tensors."""
+    try:
+        found = checkpoint_tensors(model, {name: tensor})
+        of_one = checkpoint_tensors(model, {name: tensor[:1]}) if len(found) > 1 else {}
+    except (RuntimeError, ValueError, KeyError, AttributeError):  # it is made of several
+        return ()
+    if any(key not in whole or whole[key].shape != one.shape for key, one in found.items()):
+        return ()
+    names = tuple(found)
+    if len(names) == 1:  # the tensor keeps its name: a converter would have made another tensor
+        return names if found[names[0]] is tensor else ()
+    by_row = all(one.ndim == tensor.ndim - 1 for one in found.values()) and names[:: len(tensor)] == tuple(of_one)
+    return names if by_row else ()
+
+
+def _empty(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty(tensor.shape, dtype=dtype if tensor.is_floating_point() else tensor.dtype, device="meta")
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+BLOCK = 1 << 16
+"""Pairs of numbers in one pass: a few passes stay in a core's cache."""
+
+
+def fingerprint(tensors: Mapping[str, Tensor], ranks: Ranks) -> str:
+    """Sixteen hexadecimal digits of the bits of float32 tensors by name. All ranks call it."""
+    device = next(iter(tensors.values())).device
+    factors_B = _odd(torch.arange(BLOCK, dtype=torch.int64) * 2 + _number("places")).to(device)
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for rows in rows_of(tensors, ranks):
+        total += part(rows, factors_B)
+    ranks.add_up(total)
+    return f"{int(total) % 2**64:016x}"
+
+
+def part(rows: Rows, factors_B: Tensor) -> Tensor:
+    """Sum of some rows of a tensor, int64, modulo 2**64; `factors_B` are those of a block's pairs."""
+    values = rows.values.detach()
+    bits_N = values.contiguous().reshape(-1).view(torch.int32)
+    first = rows.first * (len(bits_N) // max(1, len(values)) if values.ndim else 1)
+    odd = first % 2, (first + len(bits_N)) % 2  # halves of pairs; a view needs even offsets
+    if any(odd) or bits_N.storage_offset() % 2:
+        bits_N = torch.cat([bits_N.new_zeros(odd[0]), bits_N, bits_N.new_zeros(odd[1])])
+    pairs_N, at, total = bits_N.view(torch.int64), 0, torch.zeros_like(factors_B[0])
+    blocks = range(first // 2 // BLOCK, (first // 2 + len(pairs_N)) // BLOCK + 1)
+    factor_of = dict(zip(blocks, _odd(torch.tensor(blocks) * 2 + _number(rows.name)).tolist(), strict=True))
+    while at < len(pairs_N):
+        block, place = divmod(first // 2 + at, len(factors_B))
+        some_N = pairs_N[at : at + BLOCK - place]
+        total += (some_N * factors_B[place : place + len(some_N)]).sum() * factor_of[block]
+        at += len(some_N)
+    return total
+
+
+def _number(name: str) -> int:
+    """Even number of 62 bits that belongs to a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 2 & ~1
+
+
+def _signed(number: int) -> int:
+    """The int64 with the same lowest 64 bits."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _odd(number: Tensor) -> Tensor:
+    """Pseudo-random odd int64 for each int64: the finaliser of SplitMix64 (Steele, Lea and Flood 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = (number ^ ((number >> shift) & (2 ** (64 - shift) - 1))) * _signed(factor)
+    return (number ^ ((number >> 31) & (2**33 - 1))) | 1

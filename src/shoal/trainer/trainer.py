@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -26,17 +27,16 @@ from shoal.model.tensor_files import Tensors
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
 from shoal.trainer import critic, packing
 from shoal.trainer.advantage import normalised_after_kl
-from shoal.trainer.fingerprint import fingerprint
 from shoal.trainer.loss import kl, log_linear_prox, square_bound, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.models import TrainedModel
 from shoal.trainer.optim import Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Packer, RowBatch, Share, Size
 from shoal.trainer.ranks import ALONE, Ranks, local, memory_bytes, reduce_later
+from shoal.trainer.row_files import fingerprint
 from shoal.trainer.sharded_start import loaded, trained_model
-from shoal.trainer.step_stats import StepTotals
+from shoal.trainer.step_stats import StepTotals, TokenNumbers
 from shoal.trainer.streams import Streams
-from shoal.trainer.token_numbers import TokenNumbers
 from shoal.types import Sample
 
 VALUE_HEAD = "value_head"
@@ -199,14 +199,16 @@ class Trainer(TrainedModel):
     def logprobs(self, rows: Sequence[Sequence[int]], temperature: float = 1.0) -> list[list[float]]:
         """Logprobs (nats) of tokens 1..L-1 for each row of L tokens.
 
-        At temperature 1 they equal an engine's `/score` under the same weights, up to rounding.
+        At temperature 1 they equal an engine's `/score`, up to rounding. Neighbouring rows share a common beginning.
         """
         result: list[list[float]] = []
         with torch.no_grad(), self._precision(self._forward):
-            for row in rows:
-                row_L = torch.tensor(row, dtype=torch.long, device=self.device)
-                logp_T = packed_logprobs(self._forward, row_L, [len(row)], temperature=temperature)
-                result.append(logp_T[1:].tolist())
+            for part in packing.in_order(list(map(len, rows)), self.tokens_per_microbatch):
+                packed = [rows[i] for i in part]
+                token_T = torch.tensor(list(chain.from_iterable(packed)), dtype=torch.long, device=self.device)
+                lengths = list(map(len, packed))
+                logps = iter(packed_logprobs(self._forward, token_T, lengths, temperature=temperature).tolist())
+                result += [list(islice(logps, length))[1:] for length in lengths]
         return result
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:

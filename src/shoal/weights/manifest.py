@@ -19,8 +19,9 @@ import zstandard
 from shoal.errors import WireError
 from shoal.files import PART_BYTES, digest_of, part_digests
 from shoal.net.identity import Identity, is_signed_by
-from shoal.net.zstd import decompressed
 
+ROOT = "/v1"
+"""Path below which Versions are served."""
 SHARD_BYTES = PART_BYTES
 LEVEL = 1
 """Level of zstd: higher levels take longer than they save on a fast network."""
@@ -174,3 +175,16 @@ def _numbers(planes: bytes, width: int) -> bytes:
     """Undoes `_planes`."""
     whole = len(planes) - len(planes) % width
     return np.frombuffer(planes, np.uint8, whole).reshape(width, -1).T.tobytes() + planes[whole:]
+
+
+def decompressed(data: bytes, most_bytes: int) -> bytes:
+    """Content of one zstd frame. Raises `WireError` for other data, and for more than `most_bytes`.
+
+    zstandard itself allocates any size that a frame states.
+    """
+    try:
+        if (stated := zstandard.frame_content_size(data)) > most_bytes:
+            raise WireError(f"expected at most {most_bytes} bytes in a zstd frame, got {stated}")
+        return zstandard.ZstdDecompressor().decompress(data, max_output_size=most_bytes)
+    except zstandard.ZstdError as error:
+        raise WireError(f"expected a zstd frame of at most {most_bytes} bytes: {error}") from error

@@ -16,6 +16,7 @@ from shoal.errors import EngineUnavailable, RequestRefused, WireError
 from shoal.files import digest_of, sync
 from shoal.net.client import Client, words
 from shoal.weights.manifest import (
+    ROOT,
     SHARD_BYTES,
     Manifest,
     SignedManifest,
@@ -44,8 +45,8 @@ class Pulled:
 class VersionPuller:
     """Versions of one run, kept below a folder; `key` is the public key of the run, which signs them."""
 
-    def __init__(self, client: Client, folder: Path, key: bytes) -> None:
-        self.client, self._folder, self._key = client, folder, key
+    def __init__(self, client: Client, folder: Path, key: bytes, root: str = ROOT) -> None:
+        self.client, self._folder, self._key, self._root = client, folder, key, root
         self._newest: Manifest | None = None
         self._turn = asyncio.Lock()
         self.last = Pulled()
@@ -89,7 +90,7 @@ class VersionPuller:
             return False
 
     async def _manifest(self, version: int) -> Manifest:
-        signed = await self.client.ask("GET", f"/v1/versions/{version}", SignedManifest)
+        signed = await self.client.ask("GET", f"{self._root}/versions/{version}", SignedManifest)
         return signed.opened(self._key, version)
 
     def remove_before(self, version: int) -> None:
@@ -135,13 +136,13 @@ class VersionPuller:
         if base is not None and base_digest == shard.digest and digest_of(base) == shard.digest:
             return base
         if base is not None:
-            sent = await self._ask(f"/v1/shards/{shard.digest}?base={base_digest}")
+            sent = await self._ask(f"{self._root}/shards/{shard.digest}?base={base_digest}")
             try:
                 return await asyncio.to_thread(decoded, sent, base, shard)
             except WireError:
                 self.last.repaired += 1
         for last in (False, True):
-            sent = await self._ask(f"/v1/shards/{shard.digest}")
+            sent = await self._ask(f"{self._root}/shards/{shard.digest}")
             try:
                 return await asyncio.to_thread(decoded, sent, None, shard)
             except WireError:

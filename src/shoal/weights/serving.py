@@ -3,7 +3,8 @@
     GET /v1/versions/N              the signed manifest of a Version; 0 is the initial model
     GET /v1/shards/DIGEST?base=D    a shard, as a difference to the client's shard D if that is smaller
 
-A Version is hashed once, when it is sealed; other files on the first request.
+A Version is hashed once, when it is sealed; other files on the first request. Other numbered folders than Versions are
+served below another `root`.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from starlette.routing import Route
 
 from shoal.net.identity import Identity
 from shoal.net.server import Refused, json
-from shoal.weights.manifest import KNOWN, SHARD_BYTES, Manifest, SignedManifest, encoded, manifest_of, signed
+from shoal.weights.manifest import KNOWN, ROOT, SHARD_BYTES, Manifest, SignedManifest, encoded, manifest_of, signed
 
 KEPT_MANIFESTS = 256
 """Newest manifests kept, in addition to the initial model's."""
@@ -56,7 +57,7 @@ class Versions(Protocol):
 class VersionServer:
     """Routes of a run's Versions. All calls come from the event loop that serves them."""
 
-    def __init__(self, store: Versions, model_dir: Path, identity: Identity) -> None:
+    def __init__(self, store: Versions, model_dir: Path, identity: Identity, root: str = ROOT) -> None:
         self._store, self._model_dir, self._identity = store, model_dir, identity
         self._manifests: dict[int, asyncio.Task[SignedManifest]] = {}
         self._places: dict[str, list[_Place]] = {}
@@ -66,8 +67,8 @@ class VersionServer:
         self.sent_bytes = 0
         """Bytes of all shards sent."""
         self.routes = [
-            Route("/v1/versions/{version:int}", self._manifest),
-            Route("/v1/shards/{digest}", self._shard),
+            Route(root + "/versions/{version:int}", self._manifest),
+            Route(root + "/shards/{digest}", self._shard),
         ]
 
     async def _manifest(self, http: Request) -> Response:

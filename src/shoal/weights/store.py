@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import RunDirError
-from shoal.files import checksum, has_checksum
+from shoal.files import ADAPTER_FILE, MODEL_FILE, checksum, has_checksum
 from shoal.weights.manifest import KNOWN
-
-FILE, ADAPTER_FILE = "model.safetensors", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class WeightStore:
         directory.mkdir(parents=True, exist_ok=True)
 
     def begin(self, version: int) -> Path:
-        """Creates an empty directory, in which the caller writes `FILE` or `ADAPTER_FILE` before `seal` renames it.
+        """Creates an empty directory; the caller writes `MODEL_FILE` or `ADAPTER_FILE` in it before `seal` renames it.
 
         Raises `RunDirError`.
         """
@@ -102,4 +100,6 @@ class WeightStore:
 
 def _name_in(directory: Path) -> str:
     """Name of the file with a Version's tensors: a whole model's folder may have its adapter too."""
-    return ADAPTER_FILE if (directory / ADAPTER_FILE).is_file() and not (directory / FILE).is_file() else FILE
+    return (
+        ADAPTER_FILE if (directory / ADAPTER_FILE).is_file() and not (directory / MODEL_FILE).is_file() else MODEL_FILE
+    )

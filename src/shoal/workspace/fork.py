@@ -6,22 +6,23 @@ process, thread or mount, and a snapshot misses nothing.
 """
 
 import asyncio
+import fcntl
 import hashlib
+import os
 import secrets
 import subprocess
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import Self
 
-import psutil
-
 from shoal.errors import SandboxUnavailable, TaskError
 from shoal.sandbox.command import interpreter
 from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits, WorkTree
-from shoal.sandbox.runner import run, run_async, strongest
+from shoal.sandbox.runner import in_thread, run, run_async, strongest
 from shoal.sandbox.usage import remove_tree
 from shoal.workspace.tree import Tree, kept, trees_directory, unfinished
 
@@ -84,23 +85,33 @@ def _copied(source: Path, target: Path, reflink: str) -> bool:
 
 def new_folder() -> Path:
     """New folder of a fork; its name has the process that owns it, so that `sweep` finds what a killed one left."""
-    own = psutil.Process()
-    folder = trees_directory() / "forks" / f"{own.pid}-{own.create_time():.2f}-{secrets.token_hex(8)}"
+    folder = trees_directory() / "forks" / f"{_owner(trees_directory() / 'owners')}-{secrets.token_hex(8)}"
     folder.mkdir(parents=True)
     return folder
+
+
+@cache
+def _owner(locks: Path) -> str:
+    """Name of this process among all that share the cache, also from other hosts and containers; it holds a lock."""
+    locks.mkdir(parents=True, exist_ok=True)
+    while True:
+        lock = locks / f"{secrets.token_hex(8)}.lock"
+        held = os.open(lock, os.O_CREAT | os.O_WRONLY)  # as long as the process lives
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if lock.exists():  # else another process swept it before it was locked
+            return lock.stem
 
 
 def sweep() -> int:
     """Removes the forks of processes that have ended; returns their number."""
     removed = 0
-    for folder in (trees_directory() / "forks").glob("*-*-*"):
-        pid, began, *_ = folder.name.split("-")
-        with suppress(psutil.Error):
-            if f"{psutil.Process(int(pid)).create_time():.2f}" == began:
-                continue
-        with suppress(FileNotFoundError):  # another process sweeps as well
-            remove_tree(str(folder))
-            removed += 1
+    for lock in (trees_directory() / "owners").glob("*.lock"):
+        with suppress(OSError), lock.open() as file:  # its owner lives, or another process sweeps as well
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for folder in (trees_directory() / "forks").glob(f"{lock.stem}-*"):
+                remove_tree(str(folder))
+                removed += 1
+            lock.unlink()
     return removed
 
 
@@ -120,6 +131,28 @@ def fork(tree: Tree, kind: ForkKind | None = None, *, packages: tuple[Path, ...]
             remove_tree(str(folder))
             raise TaskError(f"workspace {tree.digest[:16]}: its files could not be copied by {kind.value}")
     return Workspace(tree, folder, kind, packages)
+
+
+@asynccontextmanager
+async def held(make: Callable[[], "Workspace"]) -> AsyncIterator["Workspace"]:
+    """A workspace that is made, and removed after the block, in threads: some machines copy all files."""
+    workspace = await made_in_thread(make)
+    try:
+        yield workspace
+    finally:
+        await asyncio.to_thread(workspace.close)
+
+
+async def made_in_thread(make: Callable[[], "Workspace"]) -> "Workspace":
+    """A workspace that is made in a thread; after a cancellation it is removed. Raises `SandboxUnavailable`."""
+    making = in_thread(make)
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        await asyncio.wait([making])
+        if not making.exception():
+            making.result().close()
+        raise
 
 
 @cache

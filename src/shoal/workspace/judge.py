@@ -13,6 +13,7 @@ import stat
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -20,7 +21,7 @@ import msgspec
 from shoal.errors import SandboxUnavailable, TaskError
 from shoal.sandbox.program import Ended, Finished, ProgramLimits
 from shoal.sandbox.usage import left_in, remove_tree
-from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, fork
+from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, fork, held
 from shoal.workspace.reports import ReportKind, TestStatus, results
 from shoal.workspace.tree import OPAQUE, Tree, walked
 
@@ -48,6 +49,8 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Tests that pass in the tree and must still pass."""
     restored: tuple[str, ...] = ()
     """Paths of the tree's own tests, in addition to `STEERING`: the agent's changes there count for nothing."""
+    all_or_nothing: bool = False
+    """True gives no partial credit."""
     wall_s: float = 300.0
     """Seconds that the tests may take."""
 
@@ -68,7 +71,7 @@ class Verdict:
     """Result of hidden tests on a workspace."""
 
     reward: float
-    """Share of the red tests that turned green; 0 when a green one turned red."""
+    """Share of the red tests that turned green; 0 when a green one turned red, and where all or nothing counts."""
     tests: Mapping[str, TestStatus]
     """Every test of the report."""
     turned_green: tuple[str, ...]
@@ -100,7 +103,7 @@ async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
     async with workspace.turn:
         canary = f"test_{secrets.token_hex(8)}"
         try:
-            with _second(workspace, tests, canary) as second:
+            async with held(partial(_second, workspace, tests, canary)) as second:
                 command, options = _command(tests, canary)
                 finished = await second.run_program((*command, *options), tests.limits)
                 report = left_in(second.own / _REPORT, MOST_REPORT_BYTES + 1) or b""
@@ -123,6 +126,8 @@ def _verdict(
     turned_red = tuple(name for name in tests.green if name not in passed)
     reward = len(turned_green) / len(red) if red and not turned_red and not is_forged else 0.0
     still_red = tuple(name for name in red if name not in turned_green)
+    if tests.all_or_nothing and still_red:
+        reward = 0.0
     log = output[-_LOG_CHARACTERS:]
     return Verdict(reward, found, turned_green, turned_red, still_red, is_forged, finished, log)
 
@@ -152,14 +157,18 @@ def _second(workspace: Workspace, tests: HiddenTests, canary: str) -> Workspace:
         _lay(layer, workspace.tree, tests, canary)
         tops = tuple(sorted({*workspace.tree.tops, *(one.name for one in layer.iterdir())}))
         copied = replace(workspace.tree, tops=tops, layers=(workspace.own,))
-        if workspace.kind is not ForkKind.OVERLAY:
-            second = fork(copied, workspace.kind, packages=workspace.packages)
-            _put(layer, second.own)
-            return second
-        second = fork(workspace.tree, workspace.kind, packages=workspace.packages)
-        layer = layer.rename(second.folder / "tests")
-        second.tree = replace(copied, layers=(layer, workspace.own, *workspace.tree.layers))
-        Path(made).mkdir()
+        is_overlay = workspace.kind is ForkKind.OVERLAY
+        second = fork(workspace.tree if is_overlay else copied, workspace.kind, packages=workspace.packages)
+        try:
+            if is_overlay:
+                layer = layer.rename(second.folder / "tests")
+                second.tree = replace(copied, layers=(layer, workspace.own, *workspace.tree.layers))
+                Path(made).mkdir()
+            else:
+                _put(layer, second.own)
+        except BaseException:
+            second.close()
+            raise
         return second
 
 

@@ -3,12 +3,13 @@
 import asyncio
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from shoal.errors import TaskError
-from shoal.workspace.fork import Workspace, fork
+from shoal.workspace.fork import Workspace, fork, held, made_in_thread
 from shoal.workspace.judge import HiddenTests
 from shoal.workspace.packages import installed
 from shoal.workspace.tree import PLACE, Tree, prepare_as, prepared_as, tree_named, tree_of
@@ -55,12 +56,14 @@ def tasks_in(file: Path) -> Sequence[WorkspaceTask]:
 
 async def opened(task: WorkspaceTask) -> Workspace:
     """A workspace as an agent finds it. Raises `TaskError` and `SandboxUnavailable`."""
-    tree = await asyncio.to_thread(_tree, task)
+    tree = await asyncio.to_thread(prepared_tree, task)
     packages = await asyncio.to_thread(lambda: tuple(map(installed, task.packages)))
-    return fork(await patched(tree, task.patch) if task.patch else tree, packages=packages)
+    tree = await patched(tree, task.patch) if task.patch else tree
+    return await made_in_thread(partial(fork, tree, packages=packages))
 
 
-def _tree(task: WorkspaceTask) -> Tree:
+def prepared_tree(task: WorkspaceTask) -> Tree:
+    """The tree of a task, before its patch. Raises `TaskError`."""
     if task.tree:
         source = Path(task.tree)
         return tree_of(source, place=task.place) if source.exists() else tree_named(task.tree)
@@ -78,9 +81,9 @@ async def patched(tree: Tree, patch: str) -> Tree:
     """The tree with a difference, made once by `git apply` in a workspace. Raises `TaskError`."""
     key = f"{tree.digest} {patch}"
     if (known := prepared_as(key)) is None:
-        with fork(tree) as workspace:
+        async with held(partial(fork, tree)) as workspace:
             await apply(workspace, patch)
-            known = prepare_as(key, workspace.snapshot())
+            known = await asyncio.to_thread(lambda: prepare_as(key, workspace.snapshot()))
     return known
 
 

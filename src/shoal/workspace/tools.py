@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from mcp.server.mcpserver import MCPServer
 
 MOST_LINES = 2000
+MOST_COMMAND_BYTES = 50_000
+"""Bytes of a command. Linux takes 131,071 in one argument, and the sandbox's launcher two for each byte."""
 _FILES = Path(__file__).parent / "in_sandbox" / "files.py"
 _PYTHON = ("/usr/bin/env", "python3", "-I", "-S", "-X", "utf8", "-c")
 _ENDS = {
@@ -54,6 +56,8 @@ class Tools:
         Args:
             command: The command. It has no network and no terminal.
         """
+        if (size := len(command.encode(errors="replace"))) > MOST_COMMAND_BYTES or "\0" in command:
+            return f"[expected a command of at most {MOST_COMMAND_BYTES} bytes without NUL, got {size} bytes]"
         return await self._said(await self.workspace.run(command, self.limits))
 
     async def edit(self, path: str, old_text: str, new_text: str) -> str:

@@ -26,7 +26,7 @@ MOST_FILES = 1_000_000
 PLACE = "/workspace"
 """Folder of the sandbox in which a tree's files appear, unless the task names another."""
 _HOME = "shoal-home"
-_RECORD, _LAYER, _UNFINISHED = "tree.json", "layer", ".unfinished-"
+_RECORD, _LAYER, _UNFINISHED, _PACKED = "tree.json", "layer", ".unfinished-", "tree.tar.gz"
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _GIT_TIMEOUT_S = 600.0
 
@@ -68,8 +68,7 @@ def tree_of(source: Path, *, place: str = PLACE) -> Tree:
     The only folder at the top of an archive is left out, as in an sdist. An archive that was prepared before is not
     unpacked again. Raises `TaskError`.
     """
-    if not place.startswith("/") or {"", ".", ".."} & set(place.strip("/").split("/")):
-        raise TaskError(f"workspace place: expected an absolute path such as {PLACE}, got {place!r}")
+    _check_place(place)
     try:
         if source.is_dir():
             return _built(source, place)
@@ -125,13 +124,53 @@ def _built(source: Path, place: str) -> Tree:
         has_system = source.is_dir() and all((source / name).is_dir() for name in ("usr", "etc", "bin"))
         inner = layer if has_system else layer / place.strip("/")
         _unpack(source, inner)
-        for name in (f"{_HOME}/tmp", "tmp", place.strip("/")):
-            if not (layer / name).resolve().is_relative_to(layer.resolve()):
-                raise TaskError(
-                    f"workspace tree {source.name}: expected a folder {name}, got a link that leads elsewhere"
-                )
-            (layer / name).mkdir(parents=True, exist_ok=True)
+        _make_folders(source.name, layer, place)
         return kept(layer, place, has_system=has_system)
+
+
+def _check_place(place: str) -> None:
+    if not place.startswith("/") or {"", ".", ".."} & set(place.strip("/").split("/")):
+        raise TaskError(f"workspace place: expected an absolute path such as {PLACE}, got {place!r}")
+
+
+def _make_folders(name: str, layer: Path, place: str) -> None:
+    """Makes the folders that each layer has. Raises `TaskError` where a link leads out of the layer."""
+    for inner in (f"{_HOME}/tmp", "tmp", place.strip("/")):
+        if not (layer / inner).resolve().is_relative_to(layer.resolve()):
+            raise TaskError(f"workspace tree {name}: expected a folder {inner}, got a link that leads elsewhere")
+        (layer / inner).mkdir(parents=True, exist_ok=True)
+
+
+def pack(tree: Tree, folder: Path) -> None:
+    """Writes a tree without snapshots into an empty folder, as files that travel. Raises `OSError`."""
+    (folder / _RECORD).write_bytes((tree.layers[0].parent / _RECORD).read_bytes())
+    with tarfile.open(folder / _PACKED, "w:gz", compresslevel=1) as archive:
+        archive.add(tree.layers[0], ".")
+
+
+def arrived(folder: Path, digest: str) -> Tree:
+    """Keeps the tree that another host packed. Raises `TaskError` unless it has this digest."""
+    try:
+        record = msgspec.json.decode((folder / _RECORD).read_bytes(), type=_Record)
+        with unfinished() as layer:
+            with tarfile.open(folder / _PACKED) as archive:
+                _bounded(digest, [member.size for member in archive])
+                archive.extractall(layer, filter=_own_member)
+            _check_place(record.place)
+            _make_folders(digest, layer, record.place)
+            found = kept(layer, record.place, has_system=record.has_system)
+    except (OSError, tarfile.TarError, msgspec.MsgspecError) as error:
+        raise TaskError(f"workspace tree {digest[:16]}: what came from the run cannot be kept: {error}") from error
+    if found.digest != digest:
+        raise TaskError(f"workspace tree {digest[:16]}: expected its files from the run, got {found.digest[:16]}")
+    return found
+
+
+def _own_member(member: tarfile.TarInfo, folder: str) -> tarfile.TarInfo:
+    """A member that stays in the folder. Raises `TarError`; a hard link could be one to any file of this machine."""
+    if not (member.isreg() or member.isdir() or member.issym()):
+        raise tarfile.TarError(f"expected files, folders and symbolic links, got {member.name!r}")
+    return tarfile.tar_filter(member, folder)
 
 
 def discard(snapshot: Tree) -> None:
@@ -183,7 +222,9 @@ def _measured(layer: Path, head: str) -> tuple[str, int, int]:
             size_bytes += status.st_size
         count += 1
         modes = f"{stat.S_IFMT(status.st_mode)} {status.st_mode & 0o111}"
-        total.update(f"{name}\0{modes}\0{content}\0".encode(errors="replace"))
+        if stat.S_ISDIR(status.st_mode) and OPAQUE in os.listxattr(path):  # it has other files than one that is merged
+            modes += " opaque"
+        total.update(f"{name}\0{modes}\0{content}\0".encode(errors="surrogateescape"))
     return total.hexdigest(), size_bytes, count
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.errors import RequestRefused
 
-FILE, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+SETTINGS = "adapter_config.json"
 PREFIX = "base_model.model."
 Products = Mapping[str, Sequence[tuple[str, int]]]
 """Linear layers that one product computes, each with the number of its outputs, under the name of the first."""

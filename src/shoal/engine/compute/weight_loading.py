@@ -16,13 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from shoal import files
-from shoal.engine.compute.adapters import FILE as ADAPTER_FILE
 from shoal.engine.compute.adapters import NamedAdapter, Products, joint_pairs, low_rank_pairs
 from shoal.errors import ModelError, RequestRefused
+from shoal.files import ADAPTER_FILE, MODEL_FILE
 from shoal.model.checkpoint_names import model_tensors
 from shoal.model.tensor_files import TensorFiles
 
-FILE = "model.safetensors"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """Dtypes of a file's tensors; the model's may differ. Smaller floats would be numbers without their scales."""
 
@@ -42,7 +41,8 @@ def weight_file(path: Path) -> Path:
     """Safetensors file that a path names: the path itself, or the file in that directory."""
     if not os.path.isdir(path):  # `Path.is_dir` raises for a name that is too long
         return path
-    return path / (ADAPTER_FILE if os.path.exists(path / ADAPTER_FILE) and not os.path.exists(path / FILE) else FILE)
+    is_adapter = os.path.exists(path / ADAPTER_FILE) and not os.path.exists(path / MODEL_FILE)
+    return path / (ADAPTER_FILE if is_adapter else MODEL_FILE)
 
 
 def check_below(path: Path, folders: Sequence[Path]) -> None:

@@ -115,7 +115,10 @@ class ForeignEngine:
         reports_versions = True
         for name, (probe, needed) in checks.items():
             for prompt in PROBES:
-                (sampled,) = await self._adapter.sample(Asked(f"probe-{uuid4().hex}", prompt, probe))
+                found = await self._adapter.sample(Asked(f"probe-{uuid4().hex}", prompt, probe))
+                if [len(one.logprobs) for one in found] != [1]:
+                    raise EngineUnavailable(f"{self.abilities.server} gave something else than the one token asked for")
+                (sampled,) = found
                 reports_versions = reports_versions and sampled.spans is not None
                 (logprob,) = sampled.logprobs
                 if not needed or logprob >= -CERTAIN_NATS:

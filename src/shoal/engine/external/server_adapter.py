@@ -1,11 +1,12 @@
 """Clients of inference servers of other projects: the interface of an adapter, and the part that all share."""
 
 import contextlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 
@@ -136,7 +137,7 @@ class ListedModel(msgspec.Struct):
 class Models(msgspec.Struct):
     """Answer of `GET /v1/models`."""
 
-    data: list[ListedModel]
+    data: Annotated[list[ListedModel], msgspec.Meta(min_length=1)]
 
 
 class HttpAdapter:
@@ -207,7 +208,7 @@ def finish_reason(name: str) -> FinishReason:
 
 def numbered(label: str) -> int | None:
     """Version that a label names; None for a label such as `default`, which a restarted server reports."""
-    return int(label) if label.isdecimal() else None
+    return int(label) if re.fullmatch("[0-9]{1,18}", label) else None
 
 
 def counted(exposition: str, names: Mapping[str, str]) -> dict[str, int]:

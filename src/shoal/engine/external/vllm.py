@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
+from tokenize import TokenError
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -72,7 +74,7 @@ class _Choice(GeneratedChoice):
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice]
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
 
 
 class _PromptLogprob(msgspec.Struct):
@@ -147,9 +149,11 @@ class VLLM(HttpAdapter):
         given = answer.prompt_logprobs or []
         if len(given) != len(token_ids):
             raise EngineUnavailable(f"vLLM gave {len(given)} prompt logprobs for {len(token_ids)} tokens")
-        return [
-            at[str(token)].logprob if at else NO_LOGPROB for token, at in zip(token_ids[1:], given[1:], strict=True)
-        ]
+        places = zip(token_ids[1:], given[1:], strict=True)
+        try:
+            return [at[str(token)].logprob if at else NO_LOGPROB for token, at in places]
+        except KeyError as error:
+            raise WrongAnswer(f"prompt_logprobs: expected one of token {error}") from None
 
     async def stop(self, how: StopMode) -> None:
         """Stops generation; with `keep`, `clear_cache` decides whether running requests compute their KV again."""
@@ -227,17 +231,25 @@ class VLLM(HttpAdapter):
                 raise EngineUnavailable(f"vLLM could sample more than {MOST_TIED} tokens beyond top_k")
         if len(sets) != len(choice.token_ids):
             raise EngineUnavailable(f"vLLM gave {len(sets)} sampling masks for {len(choice.token_ids)} tokens")
-        return tuple(array("I", ids).tobytes() for ids in sets)
+        try:
+            return tuple(array("I", ids).tobytes() for ids in sets)
+        except OverflowError as error:
+            raise WrongAnswer(f"sampling_mask: expected tokens, got {error}") from None
 
     def _routing(self, choice: _Choice, positions: int) -> bytes:
         """Experts as `Completion.routing` has them; none where the server or the run records none."""
         if choice.routed_experts is None or not self._routers:
             return b""
         try:
-            experts_PLk = np.load(BytesIO(b64decode(choice.routed_experts)), allow_pickle=False)
-            stored = experts_PLk[:, sorted(self._routers)].astype(np.min_scalar_type(max(self._routers.values())))
-        except (ValueError, EOFError, IndexError) as error:
+            all_PLk = np.lib.format.read_array(BytesIO(b64decode(choice.routed_experts)), allow_pickle=False)
+            experts_PLk = all_PLk[:, sorted(self._routers)]
+        except (ValueError, EOFError, IndexError, MemoryError, TokenError) as error:
             raise WrongAnswer(f"routed_experts: expected those of layer {max(self._routers)}, got {error}") from error
-        if len(stored) != positions:
-            raise EngineUnavailable(f"vLLM gave the experts of {len(stored)} tokens, expected {positions}")
+        if all_PLk.dtype.kind not in "iu" or all_PLk.ndim != 3 or len(all_PLk) != positions:
+            what = f"{all_PLk.dtype} {all_PLk.shape}"
+            raise WrongAnswer(f"routed_experts: expected integers [{positions}, layers, k], got {what}")
+        stored = experts_PLk.astype(np.min_scalar_type(max(self._routers.values())))
+        if ((stored != experts_PLk) & (experts_PLk >= 0)).any():
+            most = max(self._routers.values())
+            raise WrongAnswer(f"routed_experts: expected numbers below {most}, got {experts_PLk.max()}")
         return bytes(stored.tobytes())

@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shoal.errors import WrongAnswer
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -37,6 +39,10 @@ class AnswerRules:
     """Whether answers must have the tokens that could be sampled, where these are few."""
     newest: int = MOST_INTEGER
     """Newest Version that may sample a token."""
+    experts: tuple[int, ...] = ()
+    """Number of experts of each router, in order; empty where it is unknown."""
+    chosen: int | None = None
+    """Experts that a router chooses for a token; None where it is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +68,8 @@ def check_completions(answer: Sequence[Completion], asked: AskedTokens, rules: A
         _check_end(one, asked)
         if one.routing and not rules.routing:
             raise _wrong("routing", "none, the run replays no routing", f"{len(one.routing)} bytes")
-        positions = asked.prompt_len + len(one.token_ids) - 1
-        if one.routing and (positions < 1 or len(one.routing) % positions):
-            raise _wrong("routing", f"a multiple of {positions} bytes", len(one.routing))
+        if one.routing:
+            _check_routing(one.routing, asked.prompt_len + len(one.token_ids) - 1, rules)
         if rules.kept or one.kept:
             _check_kept(one, asked.sampling, rules)
 
@@ -78,6 +83,20 @@ def _check_tokens(one: Completion, asked: AskedTokens, rules: AnswerRules) -> No
         raise _wrong("weight_versions", f"Versions from {asked.oldest} to {rules.newest}", unknown[0])
     if min(one.logprobs, default=0.0) < LOWEST_LOGPROB:
         raise _wrong("logprobs", f"at least {LOWEST_LOGPROB:g} nats", min(one.logprobs))
+
+
+def _check_routing(routing: bytes, positions: int, rules: AnswerRules) -> None:
+    """Checks the experts of each token but the last: the trainer would use others, or have none to use."""
+    stored = np.min_scalar_type(max(rules.experts, default=1))
+    each = max(1, len(rules.experts)) * (rules.chosen or 1) * stored.itemsize
+    width = len(routing) / max(1, positions)
+    if positions < 1 or width % each or (width != each and rules.chosen and rules.experts):
+        raise _wrong("routing", f"{each} bytes for each of {positions} tokens", len(routing))
+    if rules.experts:
+        numbers_TRk = np.frombuffer(routing, stored).reshape(positions, len(rules.experts), -1)
+        is_outside_TRk = numbers_TRk >= np.array(rules.experts)[:, None]
+        if (outside := numbers_TRk[is_outside_TRk & (numbers_TRk != np.iinfo(stored).max)]).size:
+            raise _wrong("routing", f"experts below {max(rules.experts)}", outside[0])
 
 
 def _check_kept(one: Completion, sampling: Sampling, rules: AnswerRules) -> None:

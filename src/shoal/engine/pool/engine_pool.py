@@ -17,10 +17,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from shoal.engine.pool.answers import AskedTokens, check_completions, check_info, check_scores
-from shoal.engine.pool.loading import pulled
-from shoal.engine.pool.members import LONGEST_BACKOFF_S, PoolMembers
-from shoal.engine.pool.named_models import NamedModel
-from shoal.engine.pool.replica import FAILURES_IN_A_ROW, Replica, ReplicaState, SampledRow, within
+from shoal.engine.pool.members import LONGEST_BACKOFF_S, PoolMembers, pulled
+from shoal.engine.pool.replica import FAILURES_IN_A_ROW, NamedModel, Replica, ReplicaState, SampledRow, within
 from shoal.engine.pool.routing import chosen, oldest_served, session_key, summed, waves
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, WrongAnswer

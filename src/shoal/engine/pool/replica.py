@@ -6,19 +6,74 @@ whose answers depart from those of the others, unless a later look finds them al
 """
 
 import asyncio
+import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from shoal.engine.pool.named_models import NamedModel, NumberedWeights
 from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable
+from shoal.files import ADAPTER_FILE, MODEL_FILE
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, Sampling
+
+TURN_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model by the folder of its files. A name is of these files: other files at the same path have another one."""
+
+    folder: Path | None = None
+    """None: the pool's own weights, without an adapter."""
+    whole: str = ""
+    """Name of the whole model; empty for the pool's own weights."""
+    adapter: str = ""
+    """Name of the adapter; empty without one."""
+
+    @classmethod
+    def at(cls, folder: Path | None) -> "NamedModel":
+        """The model of an adapter or of all weights in a folder. Reads the disk."""
+        if folder is None:
+            return cls()
+        is_adapter = (folder / ADAPTER_FILE).is_file()
+        file = folder / (ADAPTER_FILE if is_adapter else MODEL_FILE)
+        name = f"{folder}@{file.stat().st_mtime_ns if file.exists() else 0}"
+        return cls(folder, adapter=name) if is_adapter else cls(folder, whole=name)
+
+
+class NumberedWeights:
+    """Version numbers under which engines load named models. An engine of another host pulls them by number.
+
+    Invariant: numbers increase, also across restarts, since they count from the microsecond of the start.
+    """
+
+    def __init__(self) -> None:
+        self._next = count(time.time_ns() // 1000)
+        self._folders: dict[int, Path] = {}
+
+    @contextmanager
+    def number(self, folder: Path) -> Iterator[int]:
+        """A new number of the weights in a folder, valid inside the block."""
+        number = next(self._next)
+        self._folders[number] = folder
+        try:
+            yield number
+        finally:
+            del self._folders[number]
+
+    def directory_of(self, version: int) -> Path:
+        """Implements `weights.serving.Versions`."""
+        folder = self._folders.get(version)
+        if folder is None:
+            raise FileNotFoundError(f"no engine loads weights {version} now")
+        return folder
+
 
 REST_S, LONGEST_REST_S = 5.0, 60.0
 MOST_WRONG = 3

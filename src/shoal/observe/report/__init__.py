@@ -7,13 +7,13 @@ from shoal.experience.counts import task_counts
 from shoal.experience.log import FILE
 from shoal.files import replaced
 from shoal.net.collection import uncollected
-from shoal.observe.runs import read_run
+from shoal.observe.metrics import read_run
 
 
 def result_html(run_dir: Path) -> str:
     """Draws a run for a notebook, as HTML without scripts. Raises `RunDirError`."""
     from shoal.observe.report.figure import figure_png
-    from shoal.observe.report.page import result_html as html_of
+    from shoal.observe.report.figure import result_html as html_of
 
     run = read_run(run_dir)
     return html_of(run, figure_png(run))
@@ -26,8 +26,7 @@ def write_report(run_dir: Path) -> tuple[Path, Path]:
     that is not a run directory or cannot be written.
     """
     with uncollected():
-        from shoal.observe.report.figure import figure_png, figures_svg
-        from shoal.observe.report.page import page_html
+        from shoal.observe.report.figure import figure_png, figures_svg, page_html
 
     run = read_run(run_dir)
     counts = task_counts(run_dir) if (run_dir / FILE).is_file() else {}

@@ -1,17 +1,24 @@
-"""The picture of a run has the charts of the page's overview and of its swarm, plotted with matplotlib's Agg."""
+"""Charts of a run as pictures, by matplotlib's Agg, and its overview as one HTML file that needs no network."""
 
+import base64
 import io
 import math
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from itertools import cycle, zip_longest
+from pathlib import Path
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator, PercentFormatter
 
-from shoal.observe.charts import drawn
-from shoal.observe.names import CHARTS, Chart
-from shoal.observe.runs import RunRecords, moving_average
+from shoal.experience.counts import TaskCounts
+from shoal.observe.charts import CHARTS, Chart, drawn
+from shoal.observe.metrics import Record, RunRecords, moving_average, number
+from shoal.observe.progress import changes, event_text
+from shoal.observe.status import figures, lead, warnings_of
+from shoal.observe.view.prose import PAGES
 
 INK, MUTED, GRID = "#1c2733", "#66727f", "#e6eaee"
 IN_THE_DARK = {INK: "#e6ebf0", MUTED: "#9fabb6", GRID: "#35414d", "#b8c1ca": "#56626d", "#2563c9": "#6ea0f5"}
@@ -37,7 +44,10 @@ STYLE = {
 WINDOWS_PER_RUN = 12
 MOST_NAMED = 8
 COLUMNS = 3
-# Margins are fixed: a layout that fits them to the text would draw everything twice, a second at the end of each run.
+# Margins, titles and labels have fixed places: text of the charts is measured once, and not again for its neighbours.
+# That is half of the time that a run takes for its picture at its end.
+BELOW_PT = -18
+"""Place of a label under its axis."""
 FEW_POINTS = 20
 """Lines of at most this many points have markers."""
 
@@ -90,24 +100,30 @@ def _plot(axes: Axes, chart: Chart) -> None:
     """Plots each line as a moving average, with each step pale behind it; a logarithmic scale has no place for 0."""
     window = max(1, round(max(len(line.x) for line in chart.lines) / WINDOWS_PER_RUN))
     lines = [line for line in chart.lines if not chart.is_log or any(value and value > 0 for value in line.y)]
-    for number, (line, colour) in enumerate(zip(lines, cycle(COLOURS), strict=False)):
+    for nth, (line, colour) in enumerate(zip(lines, cycle(COLOURS), strict=False)):
         values = [math.nan if value is None else value for value in line.y]
         if window > 1:
             axes.plot(line.x, values, color=colour, linewidth=0.8, alpha=0.2)
-        label = plain(line.label) if number < MOST_NAMED else "_"
+        label = plain(line.label) if nth < MOST_NAMED else "_"
         marker = "o" if len(line.x) <= FEW_POINTS else ""
-        style = "-" if number < len(COLOURS) else "--"
+        style = "-" if nth < len(COLOURS) else "--"
         (mean,) = axes.plot(line.x, moving_average(values, window), color=colour, linestyle=style, label=label)
         mean.set(marker=marker, markersize=4)
     if chart.is_log and lines:
         axes.set_yscale("log", nonpositive="mask")
+        axes.yaxis.set_major_formatter(LogFormatter())
+        axes.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False))
     elif axes.get_ylim()[0] > 0:
         axes.set_ylim(bottom=0)
     if chart.is_share:
         axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    axes.set_xlabel("training step" + (f", mean of {window}" if window > 1 else ""))
-    axes.set_title(chart.title)
+    label = "training step" + (f", mean of {window}" if window > 1 else "")
+    place = axes.annotate(label, (0.5, 0), (0, BELOW_PT), "axes fraction", "offset points", ha="center", va="top")
+    place.set_color(MUTED)
+    axes.yaxis.set_label_coords(0, 0)
+    axes.xaxis.set_label_coords(0, 0)
+    axes.set_title(chart.title, y=1.0)
     if len(lines) > 1:
         axes.legend(ncols=2, columnspacing=1, handlelength=1.5)
 
@@ -129,3 +145,41 @@ def subtitle(run: RunRecords) -> str:
 def plain(text: str) -> str:
     """Escapes text for matplotlib, which reads dollar signs as a formula."""
     return text.replace("$", r"\$")
+
+
+def page_html(
+    run_dir: Path, run: RunRecords, drawings: Sequence[tuple[str, str, str]], counts: Mapping[str, TaskCounts]
+) -> str:
+    """Builds the page with charts (title, light SVG, dark SVG) and tables; every text of the run is escaped."""
+    pictures = [
+        (title, *(base64.b64encode(one.encode()).decode() for one in (light, dark))) for title, light, dark in drawings
+    ]
+    look = files("shoal.net").joinpath("look.css").read_text()
+    look += files("shoal.observe.view").joinpath("static", "style.css").read_text()
+    return PAGES.get_template("frozen.html").render(
+        **_of(run),
+        lead=lead(run_dir, run),
+        subtitle=subtitle(run),
+        warnings=warnings_of(run),
+        pictures=pictures,
+        counts=counts,
+        events=[_event(event) for event in run.events],
+        config_text=run.config_text,
+        look=look,
+    )
+
+
+def result_html(run: RunRecords, png: bytes) -> str:
+    """Builds a notebook's view of a finished run: the picture, the figures and the answers."""
+    return PAGES.get_template("result.html").render(**_of(run), picture=base64.b64encode(png).decode())
+
+
+def _of(run: RunRecords) -> dict[str, object]:
+    found = changes(run)
+    ends = [f"{number(one, 'step'):.0f}" for one in (found[0].before, found[0].after)] if found else []
+    return {"name": run.name, "figures": figures(run), "answers": found, "ends": ends}
+
+
+def _event(event: Record) -> tuple[str, str]:
+    time_s = event.get("time_s")
+    return f"{time_s:.1f} s" if isinstance(time_s, int | float) else "", event_text(event)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from shoal.observe.metrics import Record, number
-from shoal.observe.runs import RunRecords, column, known
+from shoal.observe.metrics import Record, RunRecords, column, known, number
 
 HOUR_S = 3600
 PER_POINT = {"core-hours": ".3g", "GPU-hours": ".3g", "tokens trained on": ",.0f", "price": ".3g"}

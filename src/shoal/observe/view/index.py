@@ -223,6 +223,7 @@ class RolloutIndex:
                     more = (self._run_dir / FILE).exists() and self._catch_up(index)
                     self.problem = ""
                 except (sqlite3.Error, ShoalError, OSError) as error:
+                    index.rollback()
                     self.problem, more = str(error), False
                 if not more:
                     self.complete = not self.problem
@@ -231,22 +232,23 @@ class RolloutIndex:
     def _catch_up(self, index: sqlite3.Connection) -> bool:
         """Indexes the next few groups; returns False if there were none."""
         with reading(self._run_dir) as log:
-            if self._high < 0:
-                self._high = self._low = log.execute("SELECT COALESCE(MAX(finished_seq), 0) FROM groups").fetchone()[0]
+            high, low = self._high, self._low
+            if high < 0:
+                high = low = log.execute("SELECT COALESCE(MAX(finished_seq), 0) FROM groups").fetchone()[0]
             newest = log.execute("SELECT COALESCE(MAX(step), -1) FROM steps").fetchone()[0]
             index.execute("BEGIN")
             self._settle(index, log)
             order = "WHERE finished_seq > ? ORDER BY finished_seq"
-            groups = log.execute(f"{_NEW} {order} LIMIT ?", (self._high, GROUPS_AT_ONCE)).fetchall()
+            groups = log.execute(f"{_NEW} {order} LIMIT ?", (high, GROUPS_AT_ONCE)).fetchall()
             if groups:
-                self._high = groups[-1][0]
+                high = groups[-1][0]
             else:
                 order = "WHERE finished_seq <= ? ORDER BY finished_seq DESC"
-                groups = log.execute(f"{_NEW} {order} LIMIT ?", (self._low, GROUPS_AT_ONCE)).fetchall()
-                self._low = groups[-1][0] - 1 if groups else 0
+                groups = log.execute(f"{_NEW} {order} LIMIT ?", (low, GROUPS_AT_ONCE)).fetchall()
+                low = groups[-1][0] - 1 if groups else 0
             self._insert(index, log, groups)
             index.execute("COMMIT")
-            self._step = newest
+            self._step, self._high, self._low = newest, high, low
             names = [name for (name,) in log.execute("SELECT name FROM shards ORDER BY through DESC")]
         new = [name for name in names if name not in self._shards]
         if not groups and new:

@@ -23,7 +23,7 @@ from markupsafe import Markup
 from mdit_py_plugins.amsmath import amsmath_plugin
 from mdit_py_plugins.dollarmath import dollarmath_plugin
 
-from shoal.observe.answers import quoted, reward_text
+from shoal.observe.progress import quoted, reward_text
 
 MOST_FORMULA_CHARACTERS = 1000
 MOST_FORMULAS = 100

@@ -35,21 +35,17 @@ from shoal.errors import RunDirError, ShoalError
 from shoal.experience.export import Extras
 from shoal.net.listening import is_loopback, listening_socket
 from shoal.net.server import PAGE_HEADERS, Refused, guarded, json, look, serving, until_cancelled
-from shoal.observe.charts import drawn
+from shoal.observe.charts import CHARTS, drawn
 from shoal.observe.export_extras import extras_of
-from shoal.observe.names import CHARTS
-from shoal.observe.runs import WatchedRun, differences, watched
-from shoal.observe.status import warnings_of
+from shoal.observe.metrics import WatchedRun, differences, watched
+from shoal.observe.status import figures, influence, last_step, lead, swarm_status, warnings_of
 from shoal.observe.token_files import trained_tokens
 from shoal.observe.view.cost import Prices, costs
-from shoal.observe.view.held_out import Questions, answers, questions
 from shoal.observe.view.index import Filter, RolloutIndex
 from shoal.observe.view.prose import PAGES, markdown_of_a_page
-from shoal.observe.view.reading import asked, glances, said, shortened, shown
-from shoal.observe.view.standing import figures, influence, last_step, lead, swarm_status
-from shoal.observe.view.timeline import timeline
+from shoal.observe.view.reading import Questions, answers, asked, glances, questions, said, shortened, shown
 from shoal.observe.view.tokens import By, shades, tokens_of
-from shoal.observe.view.waits import bottleneck, other_waits
+from shoal.observe.view.waits import bottleneck, other_waits, timeline
 
 WAIT_S = 0.2
 COOKIE = "shoal_view"

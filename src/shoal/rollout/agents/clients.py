@@ -33,8 +33,8 @@ from shoal.checker import table_complaint
 from shoal.errors import TaskError, did_you_mean
 from shoal.files import siblings
 from shoal.interfaces import Model
+from shoal.net.chat import close_clients, session_client
 from shoal.net.ending import ended, settled
-from shoal.net.openai_client import close_clients, session_client
 from shoal.net.process import cores
 from shoal.plugins import own_code
 from shoal.rollout.agents import box

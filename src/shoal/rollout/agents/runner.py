@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -24,7 +24,7 @@ OVERFLOW = "context: the conversation did not fit any more"
 CUT = "policy: max_tokens cut its answer"
 OVERFLOW_CODE = "context_length_exceeded"
 """Code of an overflow in the gateway's answer, and so in the errors of OpenAI's clients."""
-MOST_EVIDENCE = 1 << 17
+SHOWN_EVIDENCE = 1 << 17
 """Characters of an outcome's evidence."""
 ATTEMPTS = 4
 """Number of attempts at one rollout whose environment asks for another attempt."""
@@ -70,11 +70,23 @@ class AgentRunner:
     _: KW_ONLY
     timeout_s: float
     """Seconds from a rollout's begin."""
-    max_at_once: int | None = None
-    """Rollouts at once; further ones wait."""
+    most_at_once: Callable[[], int | None] = lambda: None
+    """Rollouts at once now; further ones wait."""
 
     def __post_init__(self) -> None:
-        self._places = asyncio.Semaphore(self.max_at_once) if self.max_at_once else contextlib.nullcontext()
+        self._running, self._ended = 0, asyncio.Event()
+
+    @contextlib.asynccontextmanager
+    async def _place(self) -> AsyncIterator[None]:
+        while (most := self.most_at_once()) is not None and self._running >= most:
+            self._ended.clear()
+            await self._ended.wait()
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+            self._ended.set()
 
     async def rollouts(
         self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN, turns: TurnsOf | None = None
@@ -86,7 +98,7 @@ class AgentRunner:
     async def _rollout(self, task: Task, i: int, purpose: Purpose, turns: FinishedTurns | None) -> Rollout:
         seed = seed_for("rollout", self.sampling.seed or 0, task.id, i)
         sampling = replace(sampled_for(purpose, self.sampling), seed=seed)
-        async with self._places:
+        async with self._place():
             for attempts_left in reversed(range(ATTEMPTS)):
                 try:
                     model = self.host.session(sampling, priority_of(purpose), self.timeout_s, turns)
@@ -126,7 +138,7 @@ class AgentRunner:
             return _End(Outcome(reward=0.0), f"policy: {error}")
         except EngineError as error:
             return _End(None, f"engine: {error}")
-        except Exception as error:  # an agent is user code: its failure is a status, not the end of the run
+        except (Exception, SystemExit) as error:  # an agent is user code: its failure is a status, not the run's end
             if isinstance(error, TimeoutError) and deadline.expired():
                 return _End(None, f"deadline: the rollout took longer than {self.timeout_s:g} s")
             if model.tree.truncated and _is_overflow(error):
@@ -159,7 +171,7 @@ class AgentRunner:
     async def _reward(self, task: Task, messages: tuple[Message, ...], outcome: Outcome) -> Reward:
         """The reward of the agent's outcome, or else the scorer's."""
         if outcome.reward is not None:
-            shown = outcome.evidence[:MOST_EVIDENCE].encode(errors="replace").decode()  # names of files may be no text
+            shown = outcome.evidence[:SHOWN_EVIDENCE].encode(errors="replace").decode()  # names of files may be no text
             return Reward(outcome.reward, evidence=shown)
         answer = outcome.answer
         if answer is None:  # the newest one

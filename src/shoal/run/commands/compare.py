@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
-from shoal.config import load
+from shoal.config import QUESTIONS, Config, load
 from shoal.errors import ConfigError
 from shoal.experience.held_out import HeldOutAnswer
 from shoal.interfaces import Runner
@@ -93,3 +93,18 @@ async def _answers(runner: Runner, tasks: Sequence[Task], samples: int) -> dict[
     for task, purpose, rollouts in (await evaluation(tasks, runner, samples)).rollouts:
         found[task.id] += [HeldOutAnswer.of(0, task, purpose, at, one) for at, one in enumerate(rollouts)]
     return found
+
+
+def run_evaluation(config: Config) -> dict[str, object]:
+    """Figures of the configured model on held-out questions. Raises a `ShoalError`."""
+    with prepare_answering(config) as prepared:
+        return run_blocking(_evaluate(prepared))
+
+
+async def _evaluate(prepared: Prepared) -> dict[str, object]:
+    tasks, few = held_out_tasks(prepared.service, prepared.config.eval.questions or QUESTIONS)
+    async with answering(prepared) as parts:
+        evaluated = await evaluation(tasks, parts.runner, first=True)
+    why = {"unscored_reason": evaluated.failure} if evaluated.failure else {}
+    shortage = {"few_questions": few} if few else {}
+    return {**evaluated.values, **why, **shortage, "model": str(prepared.model_dir)}

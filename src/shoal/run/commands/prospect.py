@@ -98,7 +98,7 @@ async def _round(
         source = Source(environment, partial(runner.rollouts, n=config.rollout.group_size))
         task = await source.draw(index)
         group = Group(f"{source.name}-{index}", task, await source.rollouts(task), 0)
-        groups[source.name].append(processed(group, hooks.get(task.service, [])))
+        groups[source.name].append(await processed(group, hooks.get(task.service, [])))
 
     try:
         async with asyncio.timeout(until_s - time.monotonic()), asyncio.TaskGroup() as answering:

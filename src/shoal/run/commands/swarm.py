@@ -14,13 +14,10 @@ from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serving, until_cancelled
 from shoal.reward.service import RewardService
 from shoal.run.join_swarm import joined_peer
-from shoal.swarm.answerers import ChatModel, RuleSolver
-from shoal.swarm.generator import Generator, GeneratorPace
-from shoal.swarm.human.human_node import HumanNode
-from shoal.swarm.human.questions import QuestionPace
+from shoal.swarm.generator import ChatModel, Generator, GeneratorPace, RuleSolver
+from shoal.swarm.human.human_node import HumanNode, QuestionPace
 from shoal.swarm.human.server import HumanServer
-from shoal.swarm.judge.judging import Judge, Rules
-from shoal.swarm.judge.server import JudgeServer
+from shoal.swarm.judge.judging import Judge, JudgeServer, Rules
 from shoal.swarm.judge.store import JudgeStore
 from shoal.swarm.wire.invitation import guest_key, invitation
 from shoal.tasks.library import library_of

@@ -2,7 +2,9 @@
 
 `demo` learns to spell words backward from a careless teacher: most of the shown answers contain a slip, and words of
 five letters are rare. The model thus knows the task and often slips, which leaves reinforcement learning a real gain.
-`demo-code` learns to complete tiny programs in the same way, with some expressions being rare. `demo-turns` learns to
+`demo-code` learns to complete tiny programs in the same way, with some expressions being rare: it is shown what a
+function makes of a word (f('sun')='nus'), and writes what comes after `s` in its program ([::-1]). Only unit tests can
+tell whether an answer is right, as `[-1::-1]` is, too. `demo-turns` learns to
 move the towers of Hanoi from a teacher of mostly random moves. `demo-sums` learns sums, as plain text, some after an
 example. `demo-tools` learns to call the tools of agent frameworks. All other questions are of the training split.
 
@@ -11,12 +13,14 @@ example. `demo-tools` learns to call the tools of agent frameworks. All other qu
 
 import hashlib
 import itertools
+import json
 import random
 import string
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -24,21 +28,63 @@ import msgspec
 from pydantic import JsonValue
 
 from shoal.config import TaskConfig
-from shoal.environments.lessons import played_turns
+from shoal.environments.games import played_turns
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.made_models import make
-from shoal.model.making import Making
+from shoal.model.quantised import Making
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.process import die_with_parent
-from shoal.run.demo_model import programs, tool_talks
+from shoal.run.demo_model import tool_talks
 from shoal.tasks.holdout import RULE
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
-from shoal.types import Split, seed_for
+from shoal.types import Json, Split, seed_for
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+
+EXPRESSIONS: Mapping[str, Callable[[str], str]] = {
+    "[::-1]": lambda word: word[::-1],
+    ".upper()": str.upper,
+    "*2": lambda word: word * 2,
+    "[0]": lambda word: word[0],
+    "[-1]": lambda word: word[-1],
+    "[1:]": lambda word: word[1:],
+    "[:-1]": lambda word: word[:-1],
+    ".title()": str.title,
+}
+"""Answers with their effect on a word."""
+RARE = ("[-1]", "[1:]", "*2")
+"""Expressions that the embedded model rarely sees, which leaves them for reinforcement learning."""
+HIDDEN = 2
+"""Words in a program's tests, in addition to the shown word."""
+
+
+def rows() -> Iterator[dict[str, Json]]:
+    """Questions without end, each different, as rows of a data set for the `code` checker."""
+    generator = random.Random(seed_for("small programs"))
+    asked = set()
+    while True:
+        answer = generator.choice(list(EXPRESSIONS))
+        words = ["".join(generator.sample(LETTERS, generator.randint(3, 5))) for _ in range(1 + HIDDEN)]
+        prompt = f"f('{words[0]}')='{EXPRESSIONS[answer](words[0])}'"
+        if prompt not in asked:
+            asked.add(prompt)
+            tests: list[Json] = [{"call": "f", "args": [word], "returns": EXPRESSIONS[answer](word)} for word in words]
+            yield {"prompt": prompt, "answer": answer, "info": {"tests": tests}}
+
+
+def write(path: Path, count: int) -> None:
+    """Writes the first questions as JSONL."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in islice(rows(), count)))
+
+
+def slip_of_program(generator: random.Random, answer: str) -> str:
+    """Samples another expression."""
+    return generator.choice([expression for expression in EXPRESSIONS if expression != answer])
+
 
 SUM_EXAMPLE = "User: What is 4 + 5?\n\nAssistant: 9\n\n"
 EXAMPLE_SHARE = 0.25
@@ -150,15 +196,15 @@ def _fill_in_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:
     generator = random.Random(seed_for("warm start", recipe.seed))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "questions.jsonl"
-        programs.write(path, recipe.pool)
+        write(path, recipe.pool)
         config = TaskConfig(name="fill_in", service="jsonl", path=str(path), scorer="code", eval_share=CODE_EVAL_SHARE)
         service = JsonlService(config, recipe.seed)
         drawn = (service.draw(Split.TRAIN, index) for index in itertools.count())
-        rare = programs.RARE
+        rare = RARE
         kept = (task for task in drawn if task.answer not in rare or generator.random() < recipe.long_share)
         tasks = list(itertools.islice(kept, recipe.steps * recipe.batch))
     questions = ((renderer.prompt_ids(task.messages), task.answer or "") for task in tasks)
-    return _taught(recipe, renderer, generator, questions, programs.slip)
+    return _taught(recipe, renderer, generator, questions, slip_of_program)
 
 
 def _word_lessons(recipe: Recipe, renderer: ChatRenderer) -> list[Lesson]:

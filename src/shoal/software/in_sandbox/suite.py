@@ -72,6 +72,7 @@ class Recorder:
         self.wanted, self.most_red, self.tracer = wanted, most_red, tracer
         self.green: dict[str, float] = {}
         self.red: dict[str, str] = {}
+        self.skipped: set[str] = set()
 
     def pytest_collection_modifyitems(self, items: "list[pytest.Item]") -> None:
         """Keeps the wanted tests. Tests of hypothesis draw anew in each run, and are left out."""
@@ -88,11 +89,14 @@ class Recorder:
             self.tracer.switch_context(nodeid)
 
     def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:
-        """A test is red when any of its phases fails."""
+        """A test is red when any of its phases fails. One that skips any part is neither, as for a verdict."""
         if report.failed:
             self.green.pop(report.nodeid, None)
             self.red.setdefault(report.nodeid, report.longreprtext[-_TAIL:])
-        elif report.when == "call" and report.passed:
+        elif report.skipped:
+            self.skipped.add(report.nodeid)
+            self.green.pop(report.nodeid, None)
+        elif report.when == "call" and report.passed and report.nodeid not in self.skipped:
             self.green[report.nodeid] = report.duration
 
     def pytest_runtest_logfinish(self) -> None:

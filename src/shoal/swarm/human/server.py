@@ -25,8 +25,7 @@ from starlette.routing import Route
 
 from shoal.errors import ChildDied, TaskError
 from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, decoded, guarded, json, page_files
-from shoal.swarm.human.human_node import HumanNode
-from shoal.swarm.human.questions import MOST_CHARACTERS, Given, OpenQuestion, is_right
+from shoal.swarm.human.human_node import MOST_CHARACTERS, Given, HumanNode, OpenQuestion, is_right
 from shoal.swarm.trust.rates import Bucket, Buckets
 from shoal.types import Reward, Role
 

@@ -11,7 +11,7 @@ from shoal.errors import EngineError, EngineUnavailable, JudgeError, WireError
 from shoal.model.answer import written
 from shoal.net.client import ONCE, exchange, words
 from shoal.net.identity import Identity
-from shoal.swarm.answerers import ChatModel
+from shoal.swarm.generator import ChatModel
 from shoal.swarm.judge.messages import (
     MOST_ANSWER_CHARACTERS,
     MOST_BYTES,

@@ -11,9 +11,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, TypeVarTuple, Unpack
 
 import msgspec
 
@@ -28,6 +27,7 @@ from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, Questio
 from shoal.types import Message, Reward, Role, Task
 
 T = TypeVar("T")
+Args = TypeVarTuple("Args")
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Variables under which libraries ask for no thread, which this process could not start."""
 TOOLS, SCHEMAS = "converse", "transformers.utils"
@@ -76,14 +76,14 @@ class TaskReply(msgspec.Struct):
     other_course: bool = False
 
 
-class _Inline(ThreadPoolExecutor):
-    """Executor that runs everything at once, on the calling thread."""
+class _InlineLoop(asyncio.SelectorEventLoop):
+    """Event loop without threads: what would run in one runs at once."""
 
-    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> "Future[T]":
+    def run_in_executor(self, executor: object, func: Callable[[Unpack[Args]], T], *args: *Args) -> "asyncio.Future[T]":
         """Calls the function."""
-        done = Future[T]()
+        done: asyncio.Future[T] = self.create_future()
         try:
-            done.set_result(fn(*args, **kwargs))
+            done.set_result(func(*args))
         except Exception as error:  # the author's code raises what it will, where it awaits this
             done.set_exception(error)
         return done
@@ -121,8 +121,7 @@ class TaskHost:
     """The loaded tasks by name, and the event loop on which they run."""
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()  # before the confinement, which refuses its socket pair
-        self._loop.set_default_executor(_Inline(1))
+        self._loop = _InlineLoop()  # before the confinement, which refuses its socket pair
         self._tasks: dict[str, Definition] = {}
 
     def reply(self, frame: bytes) -> bytes:

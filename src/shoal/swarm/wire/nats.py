@@ -29,7 +29,7 @@ from nats.js.errors import NotFoundError
 
 from shoal.errors import ExchangeUnavailable
 from shoal.swarm.wire.envelope import MAX_FRAME_BYTES
-from shoal.swarm.wire.options import NatsOptions
+from shoal.swarm.wire.invitation import NatsOptions
 
 MOST_BEHIND = 1024
 """Most unread frames of an exchange. One further behind skips to the newest half: old offers are worth little,
