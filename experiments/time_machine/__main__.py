@@ -38,7 +38,7 @@ from shoal.trainer.trainer import Trainer
 
 Weights = dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float64]]]
 HERE = Path(__file__).parent
-QUICK = {"weighed": [2], "seeds": 2, "rerun": 3, "good": 10, "bad": 18, "size": 1000.0}
+QUICK = {"weighed": [2], "seeds": 3, "rerun": 3, "good": 10, "bad": 18, "size": 1000.0}
 
 
 def main(arguments: list[str]) -> None:

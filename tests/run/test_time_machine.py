@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 import torch
 
 from command import shoal
-from experiments.time_machine.__main__ import spearman
 from shoal.config import Config
 from shoal.experience.log import read, read_step, weights_of
 from shoal.run.commands.replay import settings_of
@@ -122,5 +122,10 @@ def test_influence_ranks_groups_as_leaving_each_out_does(run: Path, tiny_model_d
         return sum(float((found[one][key] - found[other][key]).square().sum()) for key in found[one]) ** 0.5
 
     change = [distance(f"{name}4", "4") / distance("3", "4") for name in influence]
-    assert spearman([*influence.values()], change) >= 0.8  # .94 to 1 in experiments/time_machine
+    told = [
+        *zip(influence.values(), change, strict=True)
+    ]  # a rank correlation falls with two that are as good as equal
+    apart = [(one, two) for one, two in permutations(told, 2) if one[0] > two[0] + 0.1 * max(influence.values())]
+    assert apart
+    assert sum(one[1] > two[1] for one, two in apart) >= 0.9 * len(apart)
     assert max(change) > 2 * min(change)

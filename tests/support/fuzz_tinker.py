@@ -151,7 +151,8 @@ def numbers(given: Any, kind: Any, dice: random.Random) -> bytes:
     if isinstance(given, bytes):
         return given
     try:
-        return np.asarray(given, kind).tobytes()
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.asarray(given, kind).tobytes()
     except (ValueError, TypeError, OverflowError):
         return bytes(dice.choices(range(256), k=dice.choice([0, 3, 8, 24, 100])))
 

@@ -10,6 +10,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
+import httpx
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -22,11 +23,12 @@ from shoal import wire
 from shoal.config import ModelConfig
 from shoal.errors import ChildDied, EngineError, ModelError, RequestRefused, TrainerError
 from shoal.net.server import Refused
+from shoal.tinker.app import TinkerApp
 from shoal.tinker.bodies import encoded
 from shoal.tinker.data import gradient_of
 from shoal.tinker.models_trainer import ServerSettings
 from shoal.tinker.service import MOST_OPEN, SILENT_S, TinkerService
-from shoal.tinker.store import Sampler, Store
+from shoal.tinker.store import Sampler, Store, owner_of
 from shoal.trainer.messages import (
     MOST_RATE,
     Accumulate,
@@ -324,25 +326,35 @@ def test_at_the_limit_a_model_whose_client_is_silent_makes_room_and_one_that_liv
     async def main() -> None:
         settings = ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0)
         async with TinkerService(settings, clock=lambda: now_s[0]) as service:
-            store = service.store
+            store, owner = service.store, owner_of("key")
+            http = httpx.ASGITransport(TinkerApp(service, ("key",)).app)
+            client = httpx.AsyncClient(
+                transport=http, base_url="http://localhost/api/v1/", headers={"X-API-Key": "key"}
+            )
+
+            async def heard(route: str, **body: str) -> None:
+                answer = await client.post(route, json={"type": route, **body})
+                assert answer.status_code == 200, answer.text
+
             for session in ("killed", "alive"):
-                store.add_session(session, "owner")
+                store.add_session(session, owner)
                 for number in range(MOST_OPEN // 2):
                     store.add_model(f"{session}{number}", session, "tiny", encoded(Adapter(2)), "", False)
             now_s[0] = SILENT_S - 1
-            service.hear("alive")
+            await heard("get_info", model_id="alive0")
             with pytest.raises(Refused, match="at most 64 models"):
-                service.make_room("owner")
+                service.make_room(owner)
             service.make_room("another")
             now_s[0] = SILENT_S
-            service.make_room("owner")
-            service.make_room("owner")
+            service.make_room(owner)
+            service.make_room(owner)
             assert [request.target for request in store.pending()] == ["killed0"]
-            assert len(store.open_models("owner")) == MOST_OPEN - 1
+            assert len(store.open_models(owner)) == MOST_OPEN - 1
             store.close_model("killed0")
-            service.hear("killed")
+            await heard("session_heartbeat", session_id="killed")
             store.add_model("new", "alive", "tiny", encoded(Adapter(2)), "", False)
             with pytest.raises(Refused, match="at most 64 models"):
-                service.make_room("owner")
+                service.make_room(owner)
+            await client.aclose()
 
     asyncio.run(main())
