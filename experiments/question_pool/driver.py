@@ -42,7 +42,7 @@ def course(regime: Mapping[str, Any], arm: str, seed: int) -> Record:
         tree = {
             "run_dir": str(Path(folder) / "run"),
             "seed": seed,
-            "model": {"path": regime["model"]},
+            "model": {"path": regime["model"], "dtype": regime.get("dtype", "float32")},
             "tasks": [{**asked, **regime.get("task", {})}],
             "rollout": {"group_size": GROUP_SIZE, "max_tokens": regime["max_tokens"]},
             "train": {
