@@ -166,6 +166,10 @@ _ELSEWHERE = [
         f"open('{ANSWER_FILE}', 'wb').write(reached.recv(1000))",
     ),
     _python(
+        "datagram_to_a_path",
+        "ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)\nours.sendto(b'guess', '@DATAGRAMS@')",
+    ),
+    _python(
         "socket_without_a_path",
         "reached = socket.socket(socket.AF_UNIX)\nreached.settimeout(2)\nreached.connect('\\0@NAME@')\n"
         f"open('{ANSWER_FILE}', 'wb').write(reached.recv(1000))",

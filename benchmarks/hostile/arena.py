@@ -42,6 +42,7 @@ class Outside:
     datagrams: socket.socket
     abstract: socket.socket
     unix: socket.socket
+    unix_datagrams: socket.socket
     decoy: subprocess.Popen[bytes]
 
     def source(self, case: Case) -> str:
@@ -55,6 +56,7 @@ class Outside:
             "UDP": self.datagrams.getsockname()[1],
             "ABSTRACT": self.abstract.getsockname()[1:].decode(),
             "UNIX": self.folder / "socket",
+            "DATAGRAMS": self.folder / "datagrams",
             "PARENT": os.getpid(),
             "DECOY": self.decoy.pid,
         }
@@ -67,16 +69,16 @@ class Outside:
         """Harm done to the targets, one sentence each."""
         found = []
         victim = self.folder / "victim"
-        if {path.name for path in self.folder.iterdir()} != {"secret", "victim", "socket"}:
+        if {path.name for path in self.folder.iterdir()} != {"secret", "victim", "socket", "datagrams"}:
             found.append(f"files came or went: {sorted(path.name for path in self.folder.iterdir())}")
         elif victim.read_text() != "whole" or victim.stat().st_mode & 0o777 != 0o600 or victim.stat().st_mtime < 2:
             found.append("the victim is not what it was")
         if (self.folder / "secret").read_text() != SECRET:
             found.append("the secret was changed")
-        for name in ("stream", "datagrams", "abstract", "unix"):
+        for name in ("stream", "datagrams", "abstract", "unix", "unix_datagrams"):
             listener: socket.socket = getattr(self, name)
             with contextlib.suppress(BlockingIOError):
-                if name == "datagrams":
+                if listener.type == socket.SOCK_DGRAM:
                     listener.recv(1)
                 else:
                     listener.accept()[0].close()
@@ -99,6 +101,7 @@ def outside(folder: Path) -> Iterator[Outside]:
             (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
             (socket.AF_UNIX, socket.SOCK_STREAM, f"\0shoal-hostile-{os.getpid()}-{folder.name}"),
             (socket.AF_UNIX, socket.SOCK_STREAM, os.path.relpath(folder / "socket")),
+            (socket.AF_UNIX, socket.SOCK_DGRAM, os.path.relpath(folder / "datagrams")),
         ):
             listener = stack.enter_context(socket.socket(family, kind))
             listener.bind(address)
@@ -110,8 +113,8 @@ def outside(folder: Path) -> Iterator[Outside]:
             subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)"], start_new_session=True)
         )
         stack.callback(decoy.kill)
-        stream, datagrams, abstract, unix = listening
-        yield Outside(folder, stream, datagrams, abstract, unix, decoy)
+        stream, datagrams, abstract, unix, unix_datagrams = listening
+        yield Outside(folder, stream, datagrams, abstract, unix, unix_datagrams, decoy)
 
 
 def limits_of(case: Case) -> ProgramLimits:

@@ -164,6 +164,10 @@ _NETWORK = [
         "abstract_socket",
         "import socket; s = socket.socket(socket.AF_UNIX); s.connect('\\0@ABSTRACT@'); print('BREACH')",
     ),
+    _refused(
+        "datagram_with_a_path",
+        "import socket; a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', '@DATAGRAMS@'); print('BREACH')",
+    ),
     _refused("unix_socket", "import socket; s = socket.socket(socket.AF_UNIX); s.connect('@UNIX@'); print('BREACH')"),
     _refused(
         "packet_socket", "import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW); print('BREACH')", bare=False
@@ -181,6 +185,24 @@ _NETWORK = [
     ),
 ]
 _PROCESSES = [
+    _refused(
+        "lease_on_a_library",
+        "import fcntl, os; fcntl.fcntl(os.open(os.__file__, os.O_RDONLY), 1024, fcntl.F_RDLCK); print('BREACH')",
+    ),
+    *(
+        _refused(
+            f"guessed_{call}",
+            f"import ctypes, os; l = ctypes.CDLL(None, use_errno=True); l.{call}(*{arguments}); "
+            "assert ctypes.get_errno() not in (1, 13), 'refused'; print('BREACH')",
+        )
+        for call, arguments in (
+            ("semctl", (1 << 20, 0, 0)),
+            ("semop", (1 << 20, 0, 0)),
+            ("msgctl", (1 << 20, 0, 0)),
+            ("msgrcv", (1 << 20, 0, 0, 0, 2048)),
+            ("mq_unlink", (b"/shoal-none",)),
+        )
+    ),
     _refused("signal_parent", "import os, signal; os.kill(@PARENT@, signal.SIGUSR1); print('BREACH')"),
     _refused("signal_others", "import os; os.kill(@DECOY@, 9); print('BREACH')"),
     _refused("signal_group_of_others", "import os; os.killpg(@DECOY@, 9); print('BREACH')"),

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 import venv
@@ -57,6 +58,7 @@ class World:
 
     folder: Path
     kept: "ctypes.Array[ctypes.c_char]"
+    datagrams: socket.socket
 
     @property
     def data(self) -> Path:
@@ -83,6 +85,7 @@ class World:
             "NAME": self.name,
             "AGENT": self.agent,
             "SOCKET": self.folder / "socket",
+            "DATAGRAMS": self.folder / "datagrams",
             "ADDRESS": ctypes.addressof(self.kept),
             "SIZE": len(self.kept),
         }
@@ -95,6 +98,8 @@ class World:
         """What was changed."""
         changed = [str(path) for path in self.copies if not path.is_file() or path.read_text() != TRUTH]
         changed += ["memory"] if self.kept.value != TRUTH.encode() else []
+        with contextlib.suppress(BlockingIOError):
+            changed.append(f"a datagram came: {self.datagrams.recv(100)!r}")
         listed = sorted(path.name for path in self.agent.iterdir())
         is_same = listed == ["agent.py", "commands.json"] and (self.agent / "agent.py").read_text() == AGENT
         return changed if is_same else [*changed, str(self.agent)]
@@ -115,13 +120,16 @@ class World:
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, ctypes.create_string_buffer(TRUTH.encode()))
+    datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+    datagrams.bind(str(tmp_path / "datagrams"))
+    made = World(tmp_path, ctypes.create_string_buffer(TRUTH.encode()), datagrams)
     made.data.parent.mkdir()
     made.agent.mkdir()
     (made.agent / "agent.py").write_text(AGENT)
     for path in made.copies:
         path.write_text(TRUTH)
     yield made
+    datagrams.close()
     for path in made.copies:
         path.unlink(missing_ok=True)
 

@@ -15,7 +15,7 @@ _DENIED_NEW = (*range(424, 435), 438, 440, 442, 443, 447, 448, 457, 458)
 
 _DENIED: dict[str, tuple[int, int]] = {
     # name: number on x86_64, on aarch64 (-1: no such call)
-    # Network. socketpair(AF_UNIX) stays: it reaches no other process, and asyncio needs it.
+    # Network. socketpair(AF_UNIX) stays for streams: they reach no other process, and asyncio needs them.
     "socket": (41, 198),
     "connect": (42, 203),
     "accept": (43, 202),
@@ -87,8 +87,14 @@ _DENIED: dict[str, tuple[int, int]] = {
     "shmctl": (31, 195),
     "msgget": (68, 186),
     "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+    "msgctl": (71, 187),
     "semget": (64, 190),
+    "semop": (65, 193),
+    "semctl": (66, 191),
+    "semtimedop": (220, 192),
     "mq_open": (240, 180),
+    "mq_unlink": (241, 181),
     # Watching files.
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
@@ -131,10 +137,10 @@ _CLONE = (56, 220)
 _KILL, _TGKILL = (62, 129), (234, 131)
 _SOCKETPAIR, _PRCTL, _FCNTL, _IOCTL, _PRLIMIT = (53, 199), (157, 167), (72, 25), (16, 29), (302, 261)
 _NEW_NAMESPACES, _THREAD = 0x7E02_0000, 0x0001_0000
-_AF_UNIX, _AF_VSOCK = 1, 40
+_AF_UNIX, _AF_VSOCK, _DATAGRAM = 1, 40, 2
 _IO_URING = (425, 426, 427)
 _DENIED_PRCTL = (1, 0x59616D61)  # PR_SET_PDEATHSIG, PR_SET_PTRACER
-_DENIED_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to other processes by way of a file
+_DENIED_FCNTL = (8, 10, 15, 1024)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE: to others by way of a file
 _DENIED_IOCTL = (0x5412, 0x541C, 0x8901, 0x8902)  # TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
@@ -158,7 +164,7 @@ def program_filter(machine: str, own_pid: int | None) -> bytes:
     numbers = sorted({*_DENIED_NEW, *(pair[column] for pair in denied if pair[column] >= 0)})
     code += _when(_CLONE3, [_word(_RETURN, _MISSING)])  # the filter cannot see its flags; libraries fall back to clone
     code += _when(_CLONE[column], _clone(alone=alone))
-    code += _when(_SOCKETPAIR[column], _only(0, (_AF_UNIX,)))
+    code += _when(_SOCKETPAIR[column], _stream_pair())
     for call, index, values in ((_PRCTL, 0, _DENIED_PRCTL), (_FCNTL, 1, _DENIED_FCNTL), (_IOCTL, 1, _DENIED_IOCTL)):
         code += _when(call[column], _only(index, values, found=_REFUSE, other=_ALLOW))
     code += _when(_PRLIMIT[column], _only(0, (0,)))
@@ -177,6 +183,7 @@ def agent_filter(machine: str) -> bytes:
     """
     column, code = _begin(machine)
     code += _when(_DENIED["socket"][column], _only(0, (_AF_UNIX, _AF_VSOCK), found=_REFUSE, other=_ALLOW))
+    code += _when(_SOCKETPAIR[column], _stream_pair())
     for number in _IO_URING:  # it makes sockets unseen
         code += _when(number, [_word(_RETURN, _REFUSE)])
     return b"".join([*code, _word(_RETURN, _ALLOW)])
@@ -212,6 +219,11 @@ def _argument(index: int) -> bytes:
 def _only(index: int, values: tuple[int, ...], found: int = _ALLOW, other: int = _REFUSE) -> list[bytes]:
     tests = [_jump(_EQUAL, value, len(values) - at, 0) for at, value in enumerate(values)]
     return [_argument(index), *tests, _word(_RETURN, other), _word(_RETURN, found)]
+
+
+def _stream_pair() -> list[bytes]:
+    """A pair that stays a pair: a datagram socket also sends to any path."""
+    return [_argument(1), _jump(_ANY_BIT, _DATAGRAM, 0, 1), _word(_RETURN, _REFUSE), *_only(0, (_AF_UNIX,))]
 
 
 def _clone(*, alone: bool) -> list[bytes]:
