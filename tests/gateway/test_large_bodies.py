@@ -21,8 +21,14 @@ def filled(head: str, one: str, tail: str, most: int = SIZE) -> bytes:
     return (head + ",".join([one] * count) + tail).encode()
 
 
+def called(text: str) -> dict[str, object]:
+    """A call with a long argument."""
+    return {"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": text})}}
+
+
 TEXT, CHAT, MESSAGES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"
 ASK = '{"role":"user","content":"x"}'
+LONG = "ab " * (SIZE // 3 - 100)
 BODIES = {
     "prompts": (TEXT, filled('{"prompt":[', '""', "]}")),
     "prompts of tokens": (TEXT, filled('{"prompt":[', "[1]", "]}")),
@@ -33,9 +39,30 @@ BODIES = {
     "tools": (CHAT, filled(f'{{"messages":[{ASK}],"tools":[', '{"type":"function","function":{"name":"a"}}', "]}")),
     "one long text": (
         CHAT,
-        json.dumps({"messages": [{"role": "user", "content": "ab " * (SIZE // 3 - 100)}]}).encode(),
+        json.dumps({"messages": [{"role": "user", "content": LONG}]}).encode(),
     ),
-    "a long prompt": (TEXT, json.dumps({"prompt": "ab " * (SIZE // 3 - 100)}).encode()),
+    "a long prompt": (TEXT, json.dumps({"prompt": LONG}).encode()),
+    "the arguments of a call": (
+        CHAT,
+        json.dumps(
+            {"messages": [json.loads(ASK), {"role": "assistant", "content": "", "tool_calls": [called(LONG)]}]}
+        ).encode(),
+    ),
+    "a thought": (
+        CHAT,
+        json.dumps(
+            {"messages": [json.loads(ASK), {"role": "assistant", "content": "", "reasoning_content": LONG}]}
+        ).encode(),
+    ),
+    "a tool's description": (
+        CHAT,
+        json.dumps(
+            {
+                "messages": [json.loads(ASK)],
+                "tools": [{"type": "function", "function": {"name": "f", "description": LONG}}],
+            }
+        ).encode(),
+    ),
     "most messages": (CHAT, filled('{"messages":[', ASK, "]}", 8000 * (len(ASK) + 1))),
     "bias": (
         CHAT,
@@ -57,10 +84,12 @@ def test_a_large_body_of_one_client_hardly_delays_another(kind: str) -> None:
     async def asking(one: Served, http: aiohttp.ClientSession) -> None:
         while True:
             before_s = time.perf_counter()
-            await asyncio.sleep(0)
-            async with http.get(f"{one.url}/health") as answer:
-                assert answer.status == 200
-            waits.append(time.perf_counter() - before_s)
+            try:
+                await asyncio.sleep(0)
+                async with http.get(f"{one.url}/health") as answer:
+                    assert answer.status == 200
+            finally:
+                waits.append(time.perf_counter() - before_s)  # of a request that the end cancels, too
 
     async def scenario() -> None:
         async with (
@@ -77,3 +106,41 @@ def test_a_large_body_of_one_client_hardly_delays_another(kind: str) -> None:
 
     asyncio.run(scenario())
     assert max(waits) < LONGEST_WAIT_S
+
+
+def deep(depth: int, opened: str = '{"a":', closed: str = "}") -> str:
+    return opened * depth + "{}" + closed * depth
+
+
+def deep_bodies(depth: int) -> list[tuple[str, str]]:
+    """Paths and bodies with arguments, tools and schemas of a depth."""
+    value, schema = deep(depth), deep(depth, '{"properties":{"a":', "}}")
+    call = f'{{"id":"a","type":"function","function":{{"name":"f","arguments":{json.dumps(value)}}}}}'
+    used = f'{{"type":"tool_use","id":"a","name":"f","input":{value}}}'
+    spoken = (
+        f'{{"role":"function_call","type":"function_call","call_id":"a","name":"f","arguments":{json.dumps(value)}}}'
+    )
+    tool = f'{{"type":"function","function":{{"name":"f","parameters":{schema}}}}}'
+    form = f'{{"type":"json_schema","json_schema":{{"name":"a","schema":{schema}}}}}'
+    return [
+        (CHAT, f'{{"messages":[{ASK},{{"role":"assistant","content":"","tool_calls":[{call}]}},{ASK}]}}'),
+        (CHAT, f'{{"messages":[{ASK}],"tools":[{tool}]}}'),
+        (CHAT, f'{{"messages":[{ASK}],"tools":[{tool}],"tool_choice":"required"}}'),
+        (CHAT, f'{{"messages":[{ASK}],"response_format":{form}}}'),
+        (MESSAGES, f'{{"max_tokens":5,"messages":[{ASK},{{"role":"assistant","content":[{used}]}},{ASK}]}}'),
+        (MESSAGES + "/count_tokens", f'{{"messages":[{ASK}],"tools":[{{"name":"f","input_schema":{schema}}}]}}'),
+        (RESPONSES, f'{{"input":[{ASK},{spoken}]}}'),
+    ]
+
+
+@pytest.mark.parametrize("depth", [200, 300, 480, 490, 700, 960, 5000])
+async def test_a_deep_body_is_answered_or_refused(depth: int) -> None:
+    async with (
+        served(is_open=True, max_body_bytes=SIZE) as one,
+        aiohttp.ClientSession(headers={"Content-Type": "application/json"}) as http,
+    ):
+        token = one.gateway.sessions.open().token
+        for path, body in deep_bodies(depth):
+            for root in (one.url, f"{one.url}/s/{token}"):
+                async with http.post(root + path, data=body.encode()) as answer:
+                    assert answer.status in (200, 400), (path, await answer.text())

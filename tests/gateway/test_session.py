@@ -72,6 +72,12 @@ def test_arguments_that_are_no_json_are_compared_as_they_are() -> None:
     assert tree.attach(Conversation((ASK, said("", ToolCall("a", "f", '{"x":')), MORE))).parent is None
 
 
+def test_arguments_of_any_depth_are_compared() -> None:
+    tree, deep = TokenTree(), '{"a":' * 5000 + "1" + "}" * 5000
+    first = answered(tree, (ASK,), drawn(5, END), said("", ToolCall("a", "f", deep)))
+    assert tree.attach(Conversation((ASK, said("", ToolCall("a", "f", deep)), MORE))).parent == first.id
+
+
 def test_a_call_is_under_way_until_its_generation_is_there() -> None:
     tree = TokenTree()
     call = tree.open(tree.attach(Conversation((ASK,))), (1, 2), "digest")

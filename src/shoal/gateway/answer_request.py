@@ -110,13 +110,13 @@ class SessionContext:
 
     async def rendered(self, conversation: Conversation) -> list[int]:
         """Tokens of a whole conversation, up to the point where sampling starts. Raises `SessionError`."""
-        return await self.computed(_size(conversation.messages, conversation.tools), self._whole, conversation)
+        return await self.computed(text_size(conversation.messages, conversation.tools), self._whole, conversation)
 
     async def bridge(self, attachment: Attachment) -> list[int] | None:
         """Tokens between an answer and the next one; None where the template has no bridge. Raises `SessionError`."""
         if attachment.continues:
             return []
-        return await self.computed(_size(attachment.tail, attachment.conversation.tools), self._joint, attachment)
+        return await self.computed(text_size(attachment.tail, attachment.conversation.tools), self._joint, attachment)
 
     async def prompt_ids(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         """Tokens of a prompt given as text or tokens. Raises `SessionError`."""
@@ -155,14 +155,14 @@ class SessionContext:
 
     def _whole(self, conversation: Conversation) -> list[int]:
         self._check(conversation)
-        self._check_length("messages", sum(len(message.content) for message in conversation.messages))
+        self._check_length("messages", text_size(conversation.messages, conversation.tools, thoughts=False))
         whole = self.renderer.prompt_ids(conversation.messages, conversation.tools, conversation.template)
         return [*whole, *self.renderer.token_ids(conversation.begun)]
 
     def _joint(self, attachment: Attachment) -> list[int] | None:
         conversation = attachment.conversation
         self._check(conversation)
-        self._check_length("messages", sum(len(message.content) for message in attachment.tail))
+        self._check_length("messages", text_size(attachment.tail, "", thoughts=False))
         bridge = self.renderer.bridge_ids(attachment.tail, conversation.tools, conversation.template)
         return None if bridge is None else [*bridge, *self.renderer.token_ids(conversation.begun)]
 
@@ -189,8 +189,10 @@ class SessionContext:
             raise ContextOverflow(f"{field}: {why}")
 
 
-def _size(messages: tuple[Message, ...], tools: str) -> int:
-    return len(tools) + sum(len(message.content) for message in messages)
+def text_size(messages: tuple[Message, ...], tools: str, *, thoughts: bool = True) -> int:
+    """Characters of the messages and tools; templates leave out earlier `thoughts`."""
+    calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
+    return len(tools) + calls + sum(len(one.content) + thoughts * len(one.reasoning) for one in messages)
 
 
 FIRST_PIECE = 64

@@ -63,7 +63,7 @@ def _view(message: Message) -> tuple[bytes, ...]:
 def _arguments(call: ToolCall) -> bytes:
     try:
         return json.dumps(json.loads(call.arguments or "{}"), sort_keys=True).encode()
-    except ValueError:
+    except (ValueError, RecursionError):
         return call.arguments.encode()
 
 

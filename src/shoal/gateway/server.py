@@ -153,7 +153,9 @@ class Gateway:
         scope["shoal.record"], began_s = record, self.clock()
         try:
             response = await self._endpoint(scope)(http)
-        except (ShoalError, HTTPException, ClientDisconnect) as error:
+        except (ShoalError, HTTPException, ClientDisconnect, RecursionError) as error:
+            if isinstance(error, RecursionError):  # of any reader of JSON
+                error = SessionError("body: expected JSON that is less deep")
             response = self._refusal(http, error)
             record.error = str(error) or type(error).__name__
         try:

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.errors import ContextOverflow, EngineUnavailable, SessionError
-from shoal.gateway.answer_request import Answering, AnswerRequest, AnswerSampler, SessionContext, TrainedSampler
+from shoal.gateway.answer_request import (
+    Answering,
+    AnswerRequest,
+    AnswerSampler,
+    SessionContext,
+    TrainedSampler,
+    text_size,
+)
 from shoal.gateway.conversation import Conversation, minted_id, session_name
 from shoal.gateway.token_tree import Attachment, Cause, Generation, OpenGeneration, TokenTree
 from shoal.interfaces import Engine, FinishedTurns
@@ -206,7 +213,8 @@ class Session:
 
     async def _rendered(self, conversation: Conversation) -> tuple[Attachment, Sequence[int]]:
         """Where a conversation continues in the tree, and the tokens from there to the answer."""
-        attachment = self.tree.attach(conversation)
+        size = text_size(conversation.messages, conversation.tools)
+        attachment = await self.context.computed(size, self.tree.attach, conversation)
         rendered = await self.context.bridge(attachment) if attachment.cause is None else None
         if rendered is None:
             if attachment.cause is None:

@@ -26,6 +26,10 @@ HEADER_TOKENS = 16
 """Tokens at the end of a prompt that are searched for a mark that opens a thought."""
 
 
+UNRENDERED = (jinja2.TemplateError, TypeError, ValueError, RecursionError)
+"""Errors of a template that refuses messages, or of tools and arguments that are nested too deep for it."""
+
+
 class _Tokenizer(Protocol):
     """Part of a Hugging Face tokenizer that the renderer uses."""
 
@@ -114,7 +118,7 @@ class ChatRenderer:
             return self._backend.encode(text, add_special_tokens=True).ids
         try:
             return self.token_ids(self._rendered(messages, tools, template))
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except UNRENDERED as error:
             raise SessionError(f"messages: the model's chat template refuses them: {error}") from error
 
     def bridge_ids(self, tail: Sequence[Message], tools: str = "", template: str = "") -> list[int] | None:
@@ -221,7 +225,7 @@ class ChatRenderer:
         try:
             prompt = self._rendered(before, tools, "")
             whole = self._rendered([*before, message], tools, "", prompt=False)
-        except (jinja2.TemplateError, TypeError, ValueError):
+        except UNRENDERED:
             return None
         closes = [at for stop in self._stops.values() if (at := whole.find(stop, len(prompt))) >= 0]
         if not whole.startswith(prompt) or not closes:
@@ -248,7 +252,7 @@ class ChatRenderer:
         try:
             base = self._base(before, tools, template)
             full = self._rendered([*before, *tail], tools, template)
-        except (jinja2.TemplateError, TypeError, ValueError):
+        except UNRENDERED:
             return None
         asked_end = full.find(ASKED) + len(ASKED)
         unique = all(text.count(mark) == 1 for text in (base, full) for mark in (ASKED, ANSWERED))
@@ -266,7 +270,7 @@ class ChatRenderer:
             return math.inf
         try:
             shown = self._base((Message(Role.USER, ASKED), Message(Role.ASSISTANT, ANSWERED)), "", "")
-        except (jinja2.TemplateError, TypeError, ValueError):
+        except UNRENDERED:
             return math.inf
         at = shown.find(stop, shown.find(ANSWERED) + len(ANSWERED))
         return math.inf if at < 0 else at
