@@ -63,7 +63,7 @@ class Driver:
         self._service: Environment = prepared.service
         self._trainer = Trainer(prepared.model_dir, config.model, config.train, max_tokens=config.rollout.max_tokens)
         limits = EngineLimits(prepared.longest_prompt + 8 + config.rollout.max_tokens, config.engine.max_running)
-        self._engine = StepEngine(load_model(prepared.model_dir), limits)
+        self._engine = StepEngine(load_model(prepared.model_dir, dtype=config.model.dtype), limits)
         self._ring: deque[dict[str, Tensor]] = deque(maxlen=1 if eta == NEVER else int(eta) + 1)
         self._ring.append(self._weights())
         self._held_out = [prepared.service.draw(Split.EVAL, index) for index in range(config.eval.questions)]
