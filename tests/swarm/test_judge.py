@@ -17,6 +17,7 @@ from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 from urllib.request import urlopen
 
 import aiohttp
@@ -66,13 +67,16 @@ class Clock:
 
 
 class ExactScorer:
-    """A `Scorer` that compares, and that some answers hang."""
+    """A `Scorer` that compares, that some answers hang, and that fails at the next `failures` answers."""
 
     def __init__(self) -> None:
-        self.scored = 0
+        self.scored = self.failures = 0
 
     async def score(self, task: Task, answers: Sequence[str]) -> list[Reward]:
         self.scored += len(answers)
+        if self.failures:
+            self.failures -= 1
+            return [Reward(0.0, RewardStatus.FAILED)]
         if "hang" in answers:
             return [Reward(0.0, RewardStatus.TIMED_OUT)]
         return [Reward(float(answer == task.answer)) for answer in answers]
@@ -286,6 +290,38 @@ def test_answers_that_hang_are_wrong_and_stop_being_tried(judge: Judge) -> None:
     assert judge._scorer.scored == 2  # type: ignore[attr-defined]  # the fake of this file
 
 
+@pytest.mark.parametrize(("failures", "score"), [(1, 0.5), (99, 0.0)])
+async def test_a_scorer_that_fails_costs_a_taker_nothing_and_one_that_an_answer_breaks_counts_as_wrong(
+    judge: Judge, model_url: str, failures: int, score: float
+) -> None:
+    judge._scorer.failures = failures  # type: ignore[attr-defined]  # the fake of this file
+    async with served(judge) as url:
+        _, verdict, _ = await take(
+            url, ChatModel(model_url, "m"), ME, arm=Condition.SOLO, round_=1, clock=judge.now_s, retry_s=0.001
+        )
+    assert verdict.score == score
+
+
+class Counting:
+    """A drawer that counts its draws."""
+
+    def __init__(self, drawer: ProceduralClient) -> None:
+        self._drawer, self.draws = drawer, 0
+
+    def draw(self, *given: Any) -> Task:
+        self.draws += 1
+        return self._drawer.draw(*given)
+
+
+async def test_answers_of_another_number_are_refused_before_any_draw(judge: Judge, drawer: ProceduralClient) -> None:
+    counting = judge._drawer = Counting(drawer)  # type: ignore[assignment]
+    challenge = await challenged(judge)
+    drawn = counting.draws
+    with pytest.raises(Refused, match="expected 4, got 5"):
+        await judge.verdict(answers(challenge, ["1"] * 5))
+    assert counting.draws == drawn
+
+
 async def answered_twice(judge: Judge) -> bytes:
     challenge = await challenged(judge)
     await judge.verdict(answers(challenge, right(challenge)))
@@ -429,6 +465,16 @@ async def test_a_browser_is_told_what_is_a_page_and_what_is_a_message_of_the_pro
         }.items():
             async with http.get(url + path) as reply:
                 assert (reply.status, reply.headers["content-type"]) == (200, kind), path
+
+
+async def test_a_challenge_without_questions_is_refused_by_its_taker(
+    tmp_path: Path, drawer: ProceduralClient, clock: Clock, model_url: str
+) -> None:
+    with closing(JudgeStore(tmp_path)) as store:
+        empty = Judge(store, HERE, [], drawer, ExactScorer(), clock=clock, steady=clock)
+        async with served(empty) as url:
+            with pytest.raises(WireError, match="expected questions"):
+                await take(url, ChatModel(model_url, "m"), ME, arm=Condition.SOLO, round_=1, clock=clock)
 
 
 def test_a_model_that_answers_nothing_is_an_error_and_not_a_score(judge: Judge) -> None:

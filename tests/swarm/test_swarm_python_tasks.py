@@ -357,6 +357,30 @@ async def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path)
             assert found is Reason.OTHER_COURSE, role
 
 
+async def test_what_no_model_was_asked_for_is_no_course(tmp_path: Path) -> None:
+    silent = written(
+        tmp_path,
+        """
+        from shoal.types import Outcome
+
+        @environment("odd")
+        class odd:
+            def draw(self, rng):
+                return Question(f"{rng.random()}", "x")
+
+            async def rollout(self, task, model):
+                return Outcome(1.0)
+        """,
+    ).task
+
+    async with own_tasks([silent]) as own:
+        claim = await own.claim(silent.draw(Split.TRAIN, 0))
+        task = await own.task(claim)
+        assert isinstance(task, Task)
+        for rollout in (OfferedRollout("paid"), OfferedRollout("", True, (OfferedTurn(Role.USER, "hi"),))):
+            assert await own.course(claim, task, rollout) is Reason.OTHER_COURSE
+
+
 EVALUATES = """
     @environment("{name}")
     class {name}:

@@ -130,9 +130,9 @@ class OpenQuestions(dict[str, OpenQuestion]):
         """Answered questions that became no offer."""
 
     def add(self, question: OpenQuestion) -> None:
-        """Opens a question. The oldest without answers makes room, else the oldest."""
+        """Opens a question. The oldest without answers, also at the scorer, makes room, else the oldest."""
         if len(self) >= MOST_OPEN:
-            unanswered = (one for one in self.values() if not one.answers)
+            unanswered = (one for one in self.values() if not one.answers and not one.scoring)
             self._end(next(unanswered, next(iter(self.values()))), QuestionState.DROPPED)
         self[question.id] = question
 

@@ -9,7 +9,7 @@ import aiohttp
 from shoal import wire
 from shoal.errors import EngineError, EngineUnavailable, JudgeError, WireError
 from shoal.model.answer import written
-from shoal.net.client import ONCE, exchange, words
+from shoal.net.client import Retry, exchange, words
 from shoal.net.identity import Identity
 from shoal.swarm.generator import ChatModel
 from shoal.swarm.judge.messages import (
@@ -31,6 +31,8 @@ JUDGE_TIMEOUT_S = 300.0
 TRIES = 3
 """Attempts at a question before it counts as unanswered."""
 MOST_LEDGER_BYTES = 16 * 1024 * 1024
+AGAIN = Retry(tries=3, pause_s=1.0, statuses=lambda status: status == 503)
+"""A judge whose scorer failed takes the same message again."""
 ROOM_BESIDES = 8192
 """Bytes of a message in addition to its answers' texts."""
 
@@ -59,6 +61,8 @@ async def take(
         stated = rounds.get(challenge.sitting)
         if stated is None or not stated.opens_s <= challenge.deadline_s <= stated.reveals_s:
             raise WireError(f"challenge: expected one of a round that was committed to, got {challenge.sitting}")
+        if not challenge.questions:
+            raise WireError("challenge: expected questions, got none")
         found = await asyncio.gather(*(_answer(model, one.messages, retry_s) for one in challenge.questions))
         failures = [one for one in found if isinstance(one, EngineError)]
         if len(failures) == len(found):
@@ -98,7 +102,7 @@ async def _exchanged(http: aiohttp.ClientSession, url: str, message: bytes = b""
     method, headers = "POST" if message else "GET", {"Content-Type": "application/octet-stream"}
     try:
         status, body = await exchange(
-            http, method, url, message, headers, timeout_s=JUDGE_TIMEOUT_S, most_bytes=most, retry=ONCE
+            http, method, url, message, headers, timeout_s=JUDGE_TIMEOUT_S, most_bytes=most, retry=AGAIN
         )
     except EngineUnavailable as error:
         raise JudgeError(f"judge: {error}") from error

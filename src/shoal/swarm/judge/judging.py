@@ -49,7 +49,7 @@ from shoal.swarm.judge.messages import (
     signed,
 )
 from shoal.swarm.judge.store import NEWEST, JudgeStore, Record, Standing
-from shoal.swarm.trust.rates import Bucket, Buckets
+from shoal.swarm.trust.rates import MOST_RATED, Bucket, Buckets, Recent
 from shoal.tasks.procedural_client import ProceduralClient, Spec
 from shoal.types import RewardStatus, Split, Task, seed_for
 
@@ -59,6 +59,9 @@ SKEW_S = 300.0
 MOST_TIMEOUTS = 2
 """Timeouts in one challenge after which its other answers are not scored, so that it cannot hold the scorer for
 long."""
+MOST_FAILED = 3
+"""Gradings of one challenge, after which an answer that the scorer fails at counts as wrong: it may break the
+scorer."""
 MOST_CHALLENGE = 0.8
 """Share of a message that the questions of a typical challenge may take; others are longer."""
 PUBLISHED = 64
@@ -114,6 +117,7 @@ class Judge:
         self._identity, self._drawer, self._scorer, self._steady = identity, drawer, scorer, steady
         self._turn = asyncio.Lock()
         self._grading: set[str] = set()
+        self._failed: Recent[str, int] = Recent(MOST_RATED)  # gradings by challenge in which the scorer failed
         rate_per_s, burst = 1 / self.rules.peer_every_s, self.rules.peer_burst
         self._peers, self._unanswering = Buckets(rate_per_s, burst), Buckets(rate_per_s, burst)
         self._newcomers = Bucket(1 / self.rules.newcomers_every_s, self.rules.newcomers_burst)
@@ -174,11 +178,16 @@ class Judge:
         try:
             found = self.store.round(record.sitting)
             assert found is not None
+            round_ = _stated(found[1])
+            if len(answers.texts) != (most := round_.each * len(round_.specialties)):  # before the draws, which cost
+                raise Refused(400, f"answers: expected {most}, got {len(answers.texts)}")
             async with self._turn:
-                tasks = await self._tasks(_stated(found[1]), found[0], peer_id, record.model, record.attempt)
-            if len(answers.texts) != len(tasks):
-                raise Refused(400, f"answers: expected {len(tasks)}, got {len(answers.texts)}")
+                tasks = await self._tasks(round_, found[0], peer_id, record.model, record.attempt)
             graded = await grade(self._scorer, tasks, answers.texts)
+            failed = self._failed.get(record.id, 0) + 1
+            if failed < MOST_FAILED and any(answer.status is RewardStatus.FAILED for answer in graded):
+                self._failed[record.id] = failed
+                raise Refused(503, "the scorer failed; send the answers again")
             score = sum(answer.passed for answer in graded) / len(graded)
             self.store.answer(record.id, data, graded, score)
         finally:

@@ -223,11 +223,11 @@ def own_task(task: Definition) -> OwnTask:
 def _asked_as_said(task: Task, said: Sequence[Message], rollout: OfferedRollout, course: Course) -> bool:
     """Tells whether each request was the question and the messages before the answer that followed."""
     if not rollout.turns:
-        return all(asked.messages == task.messages for asked in course.asked)
+        return [asked.messages for asked in course.asked] == [task.messages]
     if any(turn.sampled != (turn.role is Role.ASSISTANT) for turn in rollout.turns):
         return False
     places = [place for place, turn in enumerate(rollout.turns) if turn.sampled]
-    if len(places) != len(course.asked) or places[-1] != len(said) - 1:
+    if len(places) != len(course.asked) or places[-1:] != [len(said) - 1]:
         return False
     return all(
         asked.messages == (*task.messages, *said[:place]) for asked, place in zip(course.asked, places, strict=True)
