@@ -268,6 +268,23 @@ def test_a_reversed_difference_undoes_it(tmp_path: Path) -> None:
     assert (tmp_path / "a.py").read_text() == SOURCE
 
 
+def test_lines_that_look_like_headers_are_reversed_as_lines(tmp_path: Path) -> None:
+    before = "a\n-- of SQL\n++ b\nindex 1\nlast"
+    for after in ("a\n-- b/of SQL\n++ b\ndiff\n\nlast", "-- x\n", before.replace("++ b", "")):
+        patch = difference_of("a.sql", before, after)
+        (tmp_path / "a.sql").write_text(before)
+        for one in (patch, reversed_patch(patch)):
+            subprocess.run(["git", "apply", "-"], cwd=tmp_path, input=one.encode(), check=True)
+        assert (tmp_path / "a.sql").read_text() == before
+
+
+def test_a_test_patch_of_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"x = 1\n2\n3\n4\n# caf\xe9\n")
+    patch = "--- a/a.py\n+++ b/a.py\n@@ -1,4 +1,4 @@\n-x = 1\n+x = 2\n 2\n 3\n 4\n"
+    with pytest.raises(TaskError, match="expected files of text"):
+        list(changed(tree_of(tmp_path), patch))
+
+
 def test_a_test_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("other\n")
     with pytest.raises(TaskError, match="does not fit the tree"):

@@ -13,7 +13,7 @@ from shoal.software.checking import checked
 from shoal.software.formats import tasks_of
 from shoal.software.in_sandbox.suite import TestRun
 from shoal.software.instances import INSTANCES, Instance, package_tree
-from shoal.software.planting import Suite, make_set, statement
+from shoal.software.planting import Baseline, Planting, Suite, make_set, statement
 from shoal.workspace.changes import difference_of
 
 
@@ -92,6 +92,14 @@ def test_a_set_is_read_as_instances_of_swe_smith(made: tuple[Path, dict[str, obj
     tasks = list(tasks_of(Path(str(numbers["folder"]))))
     assert len(tasks) == len(instances)
     assert asyncio.run(checked(tasks[0])).is_sound
+
+
+def test_a_file_in_another_encoding_or_of_another_python_is_left_out() -> None:
+    source = b"def f(a):\n    return a + 1\n"
+    tree = {"a.py": b"# caf\xe9\n" + source, "b.py": source, "c.py": b"print 'x'\n" + source}
+    lines = {path: {number: ["t"] for number in range(1, 4)} for path in tree}
+    base = Baseline(Suite(tree), {"t": 0.1}, 0, lines, (), 0.1)
+    assert {one.path for one in Planting("x", base)._candidates()} == {"b.py"}
 
 
 def test_a_package_without_green_tests_is_refused(tmp_path: Path) -> None:

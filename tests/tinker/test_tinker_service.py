@@ -118,6 +118,38 @@ async def served(model: Path, folder: Path, script: Script) -> AsyncIterator[Tin
         yield service
 
 
+class BusyRank(ScriptedRank):
+    """Cannot close a model at the next `failures` attempts; a request has two."""
+
+    failures = 2
+
+    def _answer(self, request: Request) -> Answer:
+        if isinstance(request, Close) and BusyRank.failures:
+            BusyRank.failures -= 1
+            return TrainerFailed("busy")
+        return super()._answer(request)
+
+
+async def test_a_model_whose_unload_failed_can_be_unloaded_again(tiny_model_dir: Path, tmp_path: Path) -> None:
+    @asynccontextmanager
+    async def trainers() -> AsyncIterator[TrainerProcess]:
+        yield TrainerProcess([BusyRank(lambda: Done(1.0))])
+
+    settings = ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0)
+    async with TinkerService(settings, trainers=trainers) as service:
+        service.store.add_session("s", "owner")
+        service.store.add_model("m", "s", "tiny", encoded(Adapter(2)), "", False)
+        model = service.store.model("m")
+        assert model is not None
+        states = []
+        for _ in range(3):
+            id_ = service.unload(model)
+            answer = await service.futures.result(id_, WAIT_S)
+            assert answer is not None
+            states.append(answer.state)
+        assert states == ["failed", "done", "done"]
+
+
 def nothing_pending(store: Store) -> bool:
     return not store.pending()
 

@@ -41,6 +41,22 @@ CONFIG = parse(
 )
 
 
+async def test_rows_without_advantage_are_a_part_of_the_influence_of_their_group(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config = CONFIG.model_copy(
+        update={"train": CONFIG.train.model_copy(update={"loss_mean": "tokens", "max_grad_norm": 1e9})}
+    )
+    idle = replace(ROW, tokens=(1, 4, 5), advantages=(0.0, 0.0, 0.0))
+    given = [(ROW, idle, idle), (replace(ROW, tokens=(2, 5, 6)),)]
+    async with local_ranks(tmp_path / "log", 1) as ranks:
+        trainer = TrainerProcess(ranks, timeout_s=120)
+        await trainer.start(tiny_model_dir, config, 1)
+        found = await trainer.influences(given, 0, 0)
+    (one, along), (other, back) = found  # what two groups change cancels, since their shares are 1 together
+    assert (one, along) == pytest.approx((other, -back), rel=1e-8)
+
+
 async def test_a_worker_starts_steps_publishes_saves_and_goes_on_from_there(
     tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -165,31 +165,40 @@ def drive() -> None:
 
 def _keep(name: str, start: Callable[[], Any], log: Path, restarts: int) -> None:
     """Starts an actor again and again, and writes its command's output; gives up when the budget is spent."""
-    import ray
-
     starts: deque[float] = deque(maxlen=restarts)
     why = ""
     while len(starts) < restarts or time.monotonic() - starts[0] > WITHIN_S:
         starts.append(time.monotonic())
-        actor = start()
-        try:
-            node = _when_placed(name, actor.node.remote())
-            _write(log, f"{name} runs on node {node}\n".encode())
-            code = None
-            while code is None:
-                code, output = ray.get(actor.look.remote(), timeout=LOOK_TIMEOUT_S)
-                _write(log, output)
-                time.sleep(LOOK_EVERY_S)
-            why = f"its command ended with code {code}"
-        except ray.exceptions.RayError as error:
-            why = f"Ray said: {str(error).splitlines()[0]}"
+        why = _end_of(name, start, log)
         _write(log, f"{name} is started again: {why}\n".encode())
-        with suppress(ray.exceptions.RayError):
-            ray.kill(actor)
         time.sleep(AGAIN_S)
     ended = f"{name} is given up: it ended {restarts} times within {WITHIN_S:g} s; the last time {why}; see {log}"
     _write(log, f"{ended}\n".encode())
     print(f"{SAID}{ended}", flush=True)
+
+
+def _end_of(name: str, start: Callable[[], Any], log: Path) -> str:
+    """Starts an actor and waits for the end of its command; says why it ended."""
+    import ray
+
+    failures = (ray.exceptions.RayError, OSError, RuntimeError, ValueError)  # of a cluster that is away, too
+    actor = None
+    try:
+        actor = start()
+        node = _when_placed(name, actor.node.remote())
+        _write(log, f"{name} runs on node {node}\n".encode())
+        code = None
+        while code is None:
+            code, output = ray.get(actor.look.remote(), timeout=LOOK_TIMEOUT_S)
+            _write(log, output)
+            time.sleep(LOOK_EVERY_S)
+        return f"its command ended with code {code}"
+    except failures as error:
+        return f"Ray said: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    finally:
+        if actor is not None:
+            with suppress(*failures):
+                ray.kill(actor)
 
 
 def _when_placed(name: str, placed: Any) -> object:
@@ -204,5 +213,5 @@ def _when_placed(name: str, placed: Any) -> object:
 
 
 def _write(log: Path, output: bytes) -> None:
-    with log.open("ab") as file:
+    with suppress(OSError), log.open("ab") as file:  # a full disk ends no role
         file.write(output)

@@ -125,16 +125,18 @@ def reversed_patch(patch: str) -> str:
     +a
      b
     """
-    signs = {"-": "+", "+": "-"}
-
-    def turned(line: str) -> str:
-        if found := re.match(r"@@ -(\S+) \+(\S+) @@(.*)", line, re.DOTALL):
-            return f"@@ -{found[2]} +{found[1]} @@{found[3]}"
-        if line.startswith(("--- ", "+++ ", "diff ", "index ")):
-            return line
-        return signs.get(line[:1], line[:1]) + line[1:]
-
-    return "".join(map(turned, re.findall(r"[^\n]*\n|[^\n]+", patch)))
+    signs, counted = {"-": "+", "+": "-"}, {"-": (1, 0), "+": (0, 1), "\\": (0, 0)}
+    old = new = 0  # lines of the hunk that are to come: they may look like headers
+    lines = re.findall(r"[^\n]*\n|[^\n]+", patch)
+    for at, line in enumerate(lines):
+        if old > 0 or new > 0:
+            before, after = counted.get(line[:1], (1, 1))
+            old, new = old - before, new - after
+            lines[at] = signs.get(line[:1], line[:1]) + line[1:]
+        elif found := re.match(r"@@ -(\d+(?:,(\d+))?) \+(\d+(?:,(\d+))?) @@(.*)", line, re.DOTALL):
+            old, new = int(found[2] or 1), int(found[4] or 1)
+            lines[at] = f"@@ -{found[3]} +{found[1]} @@{found[5]}"
+    return "".join(lines)
 
 
 def changed(tree: Tree, patch: str) -> Iterator[tuple[str, str]]:
@@ -151,7 +153,10 @@ def changed(tree: Tree, patch: str) -> Iterator[tuple[str, str]]:
         done = subprocess.run(["git", "apply", "-"], cwd=folder, input=patch.encode(), capture_output=True, check=False)
         if done.returncode:
             raise TaskError(f"test_patch: it does not fit the tree: {done.stderr.decode(errors='replace')[:300]}")
-        yield from ((name, Path(folder, name).read_text()) for name in names if Path(folder, name).is_file())
+        try:
+            yield from ((name, Path(folder, name).read_text()) for name in names if Path(folder, name).is_file())
+        except UnicodeDecodeError as error:
+            raise TaskError(f"test_patch: expected files of text: {error}") from None
 
 
 def harbor_task(folder: Path) -> WorkspaceTask:

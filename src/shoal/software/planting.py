@@ -11,6 +11,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path, PurePosixPath
 
 import msgspec
+from libcst import ParserSyntaxError
 
 from shoal.errors import TaskError
 from shoal.sandbox.command import installed_packages
@@ -215,7 +216,10 @@ class Planting:
         fewest, _ = self.base.bounds
         found: list[tuple[int, str, FaultyModule, Site]] = []
         for path in sorted(self.base.lines):
-            module = faulty(self.base.suite.tree[path].decode())
+            try:
+                module = faulty(self.base.suite.tree[path].decode())
+            except (UnicodeDecodeError, ParserSyntaxError):  # of another encoding, or of another Python
+                continue
             sites = [one for one in module.sites if len(self.base.touching(path, one.lines)) >= fewest]
             found += [(turn, path, module, one) for turn, one in enumerate(spread(sites, self.seed))]
         for _, path, module, site in sorted(found, key=lambda one: one[:2]):

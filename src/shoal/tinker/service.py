@@ -163,8 +163,9 @@ class TinkerService:
         return request.id
 
     def unload(self, model: StoredModel) -> str:
-        """Unloads a model; the id of the future."""
-        return self.submit(f"{model.id}/unload", model.id, "unload", b"")
+        """Unloads a model; the id of the future, which is another one after each failure."""
+        failed = self.store.failed(model.id, "unload")
+        return self.submit(f"{model.id}/unload" + (f"-{failed}" if failed else ""), model.id, "unload", b"")
 
     def hear(self, session: str) -> None:
         """Notes that a session's client lives."""

@@ -257,6 +257,11 @@ class Store:
         where = "target = ? AND number > ? AND state != 'pending' AND body != x''"
         return list(self._requests(where, (model.id, model.state_at)))
 
+    def failed(self, target: str, kind: str) -> int:
+        """Number of requests of a kind that failed."""
+        query = "SELECT count(*) FROM requests WHERE target = ? AND kind = ? AND state = 'failed'"
+        return int(self._db.execute(query, (target, kind)).fetchone()[0])
+
     def pending(self) -> list[StoredRequest]:
         """Requests without a result, in order."""
         return list(self._requests("state = 'pending'", ()))

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -170,7 +171,8 @@ class TrainerProcess:
         self, groups: Sequence[tuple[Sample, ...]], version: int, since_push: int
     ) -> list[tuple[float, float]]:
         """Takes a step as `step` does; gives each group's influence on it and its part along the update."""
-        (share,) = await asyncio.to_thread(self._packer.step, groups)
+        packer = replace(self._packer, skip_uninformative=False)  # rows without advantage have a part of the mean, too
+        (share,) = await asyncio.to_thread(packer.step, groups)
         found = await self._ask(tuple, WeighGroups(Step(share, version, since_push, None, tuple(map(len, groups)))))
         return [(influence, along) for influence, along in found]
 
