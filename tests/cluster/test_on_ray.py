@@ -1,5 +1,8 @@
 """Roles under Ray: what cannot be started is started again, and then said."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,3 +25,29 @@ def test_a_role_that_cannot_be_started_is_given_up_and_said(
         capsys.readouterr().out
     )
     assert "is started again" in log.read_text()
+
+
+def test_the_folder_of_a_role_that_was_killed_goes_with_the_next_one_s_start(tmp_path: Path) -> None:
+    program = "from shoal.cluster.on_ray import own_folder; print(own_folder(), flush=True); input()"
+
+    def started() -> tuple["subprocess.Popen[str]", Path]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        return process, Path(process.stdout.readline().strip())
+
+    made = [started() for _ in range(2)]
+    try:
+        made[0][0].kill()
+        made[0][0].wait()
+        made.append(started())
+        assert [folder.is_dir() for _, folder in made] == [False, True, True]
+    finally:
+        for process, _ in made:
+            with process:
+                process.kill()

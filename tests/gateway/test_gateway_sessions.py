@@ -10,7 +10,7 @@ import pytest
 
 from gateway_engine import Served, served
 from shoal.gateway.server import MAX_BODY_BYTES
-from shoal.gateway.sessions import CLOSED_KEPT, SessionBounds
+from shoal.gateway.sessions import CLOSED_KEPT, HELD_CHARACTERS, SessionBounds
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout
 from until import until
@@ -125,24 +125,54 @@ def test_over_the_bound_on_tokens_the_longest_idle_sessions_go_and_a_busy_one_st
     clock = Hands()
 
     async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
-        sessions = [one.gateway.sessions.open() for _ in range(4)]
+        sessions = [one.gateway.sessions.open() for _ in range(12)]
         urls = [f"{one.url}/s/{session.token}/v1/chat/completions" for session in sessions]
         for url in urls[1:]:
             clock.now_s += 1
             await posted(http, url, ASK)
         one.engine.delay_s = 0.3
         busy = asyncio.create_task(posted(http, urls[1], ASK))
-        await until(lambda: len(one.engine.received) == 4)
+        await until(lambda: len(one.engine.received) == 12)
         held = [session.tokens_held for session in sessions]
         one.gateway.sessions.bounds = SessionBounds(tokens=sum(held) - 1)
         await one.gateway.sessions.evict()
-        assert [bool(session.ended) for session in sessions] == [True, False, True, False]
+        assert [bool(session.ended) for session in sessions] == [True, False, True, *[False] * 9]
         assert (await busy)[0] == 200
         status, body = await posted(http, urls[2], ASK)
         assert status == 410
         assert "tokens" in body["error"]["message"]
 
     run(scenario, clock=clock)
+
+
+WORDS = "word " * 500
+LARGE: list[dict[str, str]] = [
+    {"role": "assistant", "content": WORDS},
+    {"role": "tool", "content": "", "tool_call_id": WORDS},
+]
+
+
+@pytest.mark.parametrize("said", LARGE)
+def test_a_session_that_holds_too_much_goes_first_also_while_it_is_busy(said: dict[str, str]) -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        sessions = [one.gateway.sessions.open() for _ in range(12)]
+        urls = [f"{one.url}/s/{session.token}/v1/chat/completions" for session in sessions]
+        for url in urls[:-1]:
+            assert (await posted(http, url, ASK))[0] == 200
+        long = {"messages": [*ASK["messages"], said, {"role": "user", "content": "more"}]}
+        for _ in range(20):
+            assert (await posted(http, urls[-1], long))[0] == 200
+        one.engine.delay_s = 0.3
+        busy = asyncio.create_task(posted(http, urls[-1], ASK))
+        await until(lambda: len(one.engine.received) == 32)
+        assert sessions[-1].tokens_held > 20 * len(WORDS) // HELD_CHARACTERS
+        one.gateway.sessions.bounds = SessionBounds(tokens=sum(session.tokens_held for session in sessions) - 1)
+        await one.gateway.sessions.evict()
+        assert [bool(session.ended) for session in sessions] == [*[False] * 11, True]
+        assert (await busy)[0] == 200
+        assert (await posted(http, urls[-1], ASK))[0] == 410
+
+    run(scenario)
 
 
 def test_a_full_gateway_opens_no_session() -> None:

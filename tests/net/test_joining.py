@@ -101,6 +101,30 @@ async def test_a_role_joins_again_after_what_is_no_message_of_a_run(frame: bytes
             await connections.get()
 
 
+async def test_a_role_does_not_wait_for_a_host_that_answers_nothing() -> None:
+    silent: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        silent.put_nowait(writer)
+
+    async with await asyncio.start_server(serve, "127.0.0.1") as listening:
+        url = f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+        async with asyncio.timeout(60):
+            leased = await said_first(lambda announce: hold_lease(url, "", Role(), announce))
+            described = await said_first(lambda announce: asked(url, announce))
+        while not silent.empty():
+            silent.get_nowait().close()
+    assert leased == described == f"waiting for a run at {url}: TimeoutError"
+
+
+async def asked(url: str, announce: Callable[[str], None]) -> None:
+    client = Client(url)
+    try:
+        await first_info(client, announce)
+    finally:
+        await client.aclose()
+
+
 async def said_first(waiting: Callable[[Callable[[str], None]], Awaitable[object]]) -> str:
     heard: asyncio.Queue[str] = asyncio.Queue()
     task = asyncio.ensure_future(waiting(heard.put_nowait))
@@ -133,15 +157,7 @@ def test_a_role_without_a_run_says_why_it_waits(
 
             monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", resolve)
         leased = asyncio.run(said_first(lambda announce: hold_lease(url, "", Role(), announce)))
-
-        async def asked(announce: Callable[[str], None]) -> None:
-            client = Client(url)
-            try:
-                await first_info(client, announce)
-            finally:
-                await client.aclose()
-
-        described = asyncio.run(said_first(asked))
+        described = asyncio.run(said_first(lambda announce: asked(url, announce)))
     for said in (leased, described):
         assert said.startswith(f"waiting for a run at {url}: ")
         assert why.lower() in said.lower()

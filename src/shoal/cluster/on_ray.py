@@ -7,7 +7,9 @@ a node that dies have it started again, within a budget. The ranks of a trainer 
 none. No other module imports Ray.
 """
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,7 @@ MOST_OUTPUT_BYTES = 1 << 20
 RESTARTS, WITHIN_S = 8, 600.0
 """Starts of one role within a time, after which it is given up."""
 AGAIN_S, ROOM_S = 2.0, 15.0
+FOLDER = "shoal-role-"
 SAID = "said: "
 """Prefix of the driver's sentences about roles."""
 COMMAND = "from shoal.net.process import die_with_parent; die_with_parent(); from shoal.cli import main; main()"
@@ -94,11 +97,23 @@ def started(plan: RayPlan, token: str, show: Callable[[str], None]) -> Iterator[
             process.kill()
 
 
+def own_folder() -> Path:
+    """A new folder of this process. Those of processes that have ended, which may hold models, are removed."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{FOLDER}*/lock"):
+        with suppress(OSError), lock.open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+    fcntl.flock(os.open(folder / "unlocked", os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX)  # as long as the process lives
+    (folder / "unlocked").rename(folder / "lock")
+    return folder
+
+
 class RoleProcess:
     """Actor: one command on one node, which ends with it."""
 
     def __init__(self, words: list[str], environment: dict[str, str]) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="shoal-role-"))
+        folder = own_folder()
         self._log = folder / "output"
         with self._log.open("wb") as output:
             self._process = subprocess.Popen(

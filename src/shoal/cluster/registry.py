@@ -8,7 +8,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
-from shoal.net.client import TOKEN_VARIABLE, Client
+from shoal.net.client import LEASE_S, TOKEN_VARIABLE, Client
 from shoal.net.joining import ASK_AGAIN_S, PROTOCOL, UNAUTHORIZED, RunRole, waiting, without_repeats
 from shoal.types import Sampling
 
@@ -115,7 +115,8 @@ async def first_info(client: Client, announce: Callable[[str], None]) -> RunInfo
     say = without_repeats(announce)
     while True:
         try:
-            return await run_info(client)
-        except EngineUnavailable as error:
+            async with asyncio.timeout(LEASE_S):
+                return await run_info(client)
+        except (EngineUnavailable, TimeoutError) as error:
             say(waiting(client.url, error))
         await asyncio.sleep(ASK_AGAIN_S)

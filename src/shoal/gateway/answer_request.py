@@ -191,8 +191,9 @@ class SessionContext:
 
 def text_size(messages: tuple[Message, ...], tools: str, *, thoughts: bool = True) -> int:
     """Characters of the messages and tools; templates leave out earlier `thoughts`."""
-    calls = sum(len(call.arguments) for message in messages for call in message.tool_calls)
-    return len(tools) + calls + sum(len(one.content) + thoughts * len(one.reasoning) for one in messages)
+    calls = sum(len(call.id + call.name + call.arguments) for message in messages for call in message.tool_calls)
+    texts = sum(len(one.content + one.tool_call_id) + thoughts * len(one.reasoning) for one in messages)
+    return len(tools) + calls + texts
 
 
 FIRST_PIECE = 64

@@ -154,8 +154,9 @@ class Session:
 
     async def end(self, reason: str = ENDED) -> None:
         """Refuses new requests and waits for those under way."""
+        self.ended = self.ended or reason  # requests that wait for the lock are refused
         async with self._lock:  # waits for a request that is being rendered
-            self.ended = self.ended or reason
+            pass
         await asyncio.gather(*(one.ended for one in self._generating.values()), return_exceptions=True)
 
     def _check_limits(self) -> None:
@@ -250,7 +251,8 @@ class Session:
         )
         message = Message(Role.ASSISTANT, answer.content, calls, reasoning=answer.reasoning)
         self.context.counted["drawn_tokens"] += len(completion.token_ids)
-        self.tokens_held += len(call.rendered_ids) + len(completion.token_ids)
+        kept = text_size(call.attachment.tail, call.attachment.conversation.tools)  # not all of it is rendered
+        self.tokens_held += len(call.rendered_ids) + len(completion.token_ids) + kept // HELD_CHARACTERS
         self.tree.truncated = False
         self.used_s = self.context.clock()
         self.context.latencies_s.append(self.used_s - began_s)
@@ -273,6 +275,10 @@ def _put(news: "asyncio.Queue[Answering]", answering: Answering, _: object) -> N
 
 
 CLOSED_KEPT = 4096
+HELD_CHARACTERS = 64
+"""Characters of messages that count as a held token."""
+SHARES = 8
+"""A session with more than one of so many shares of the held tokens is the first to go, also while it is busy."""
 
 
 class SampledTurn(msgspec.Struct):
@@ -304,7 +310,8 @@ class SessionBounds:
     idle_s: float = 3600.0
     """Seconds without a request after which a session is evicted."""
     tokens: int = 1 << 25
-    """Tokens that open sessions may hold; beyond it the longest idle sessions are evicted."""
+    """Tokens that open sessions may hold; beyond it the largest sessions (`SHARES`) are evicted, then the longest idle
+    ones."""
 
 
 class Sessions:
@@ -357,12 +364,14 @@ class Sessions:
             del self.closed[next(iter(self.closed))]
 
     async def evict(self) -> None:
-        """Closes sessions idle for too long, and the longest unused while too many tokens are held."""
+        """Closes sessions idle for too long, and large ones and the longest unused while too many tokens are held."""
+        share = self.bounds.tokens // SHARES
         now_s, held = self.context.clock(), sum(session.tokens_held for session in self._open.values())
-        for session in list(self._open.values()):
+        for session in sorted(self._open.values(), key=lambda one: one.tokens_held <= share):
             idle_s = now_s - session.used_s
             is_wanted = held <= self.bounds.tokens and idle_s <= self.bounds.idle_s
-            if is_wanted or session.is_busy or session.token not in self._open:
+            is_working = session.is_busy and session.tokens_held <= share
+            if is_wanted or is_working or session.token not in self._open:
                 continue
             why = f"after {idle_s:.0f} s without a request"
             if idle_s <= self.bounds.idle_s:

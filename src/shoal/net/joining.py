@@ -90,7 +90,9 @@ async def hold_lease(
                         max_msg_size=0,
                         timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
                     )
-                    async with connecting as socket, work(socket) as answering:
+                    limit = asyncio.timeout(LEASE_S)  # of a connection: a host that is gone answers nothing
+                    async with limit, connecting as socket, work(socket) as answering:
+                        limit.reschedule(None)
                         await socket.send_str(msgspec.json.encode(role).decode())
                         await _served(socket, answering, url, say)
                 except (aiohttp.ClientError, OSError, EngineUnavailable) as error:
