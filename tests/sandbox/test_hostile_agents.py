@@ -150,6 +150,33 @@ def outcomes(world: World, attacks: Sequence[Attack], **settings: Any) -> dict[s
     return {rollout.messages[-1].content: rollout for rollout in rollouts}
 
 
+BOXED = """
+import fcntl, os, socket
+from shoal.sandbox import kernel, seccomp
+file = os.open(os.__file__, os.O_RDONLY)
+kernel.control(kernel.PR_SET_NO_NEW_PRIVS, 1)
+kernel.install_filter(seccomp.agent_filter(kernel.MACHINE))
+socket.socketpair()
+socket.socketpair(type=socket.SOCK_SEQPACKET)
+fcntl.fcntl(file, fcntl.F_GETLEASE)
+def refused(call, *arguments):
+    try: call(*arguments)
+    except PermissionError as error: return error.errno == 1
+print(all([
+    refused(fcntl.fcntl, file, fcntl.F_SETLEASE, fcntl.F_RDLCK),
+    refused(socket.socketpair, socket.AF_UNIX, socket.SOCK_DGRAM),
+    refused(socket.socketpair, socket.AF_UNIX, socket.SOCK_RAW),
+    refused(socket.socket, socket.AF_UNIX),
+]))
+"""
+
+
+@pytest.mark.skipif(bool(box.why_not()), reason=box.why_not())
+def test_an_agent_takes_no_lease_and_has_pairs_of_streams_only() -> None:
+    done = subprocess.run([sys.executable, "-c", BOXED], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
 def test_there_are_fifty_attacks_and_each_has_a_name() -> None:
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 50
     assert len({attack.source for attack in ATTACKS}) == len(ATTACKS)

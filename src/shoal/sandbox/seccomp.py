@@ -140,7 +140,8 @@ _NEW_NAMESPACES, _THREAD = 0x7E02_0000, 0x0001_0000
 _AF_UNIX, _AF_VSOCK, _DATAGRAM = 1, 40, 2
 _IO_URING = (425, 426, 427)
 _DENIED_PRCTL = (1, 0x59616D61)  # PR_SET_PDEATHSIG, PR_SET_PTRACER
-_DENIED_FCNTL = (8, 10, 15, 1024)  # F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE: to others by way of a file
+_LEASE = 1024  # F_SETLEASE: another process that opens the file waits for up to 45 s
+_DENIED_FCNTL = (8, 10, 15, _LEASE)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to other processes by way of a file
 _DENIED_IOCTL = (0x5412, 0x541C, 0x8901, 0x8902)  # TIOCSTI, TIOCLINUX, FIOSETOWN, SIOCSPGRP
 
 _ARCHITECTURES = {"x86_64": (0, 0xC000_003E), "aarch64": (1, 0xC000_00B7)}
@@ -184,6 +185,7 @@ def agent_filter(machine: str) -> bytes:
     column, code = _begin(machine)
     code += _when(_DENIED["socket"][column], _only(0, (_AF_UNIX, _AF_VSOCK), found=_REFUSE, other=_ALLOW))
     code += _when(_SOCKETPAIR[column], _stream_pair())
+    code += _when(_FCNTL[column], _only(1, (_LEASE,), found=_REFUSE, other=_ALLOW))
     for number in _IO_URING:  # it makes sockets unseen
         code += _when(number, [_word(_RETURN, _REFUSE)])
     return b"".join([*code, _word(_RETURN, _ALLOW)])
