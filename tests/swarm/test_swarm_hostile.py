@@ -217,10 +217,10 @@ async def drained(exchange: NatsExchange) -> None:
 
 def test_tasks_that_a_function_or_a_judge_scores_are_no_peer_s(tmp_path: Path) -> None:
     data, function = tmp_path / "data.jsonl", {"name": "function", "path": "os:system"}
-    rows = [{"prompt": c, "answer": c, "info": {"scorer": function} if c > "h" else {}} for c in "abcdefghijklmnop"]
+    rows = [{"prompt": c, "answer": c, "info": {} if c > "h" else {"scorer": "exact"}} for c in "abcdefghijklmnop"]
     data.write_text("\n".join(json.dumps(row) for row in rows))
     config = TaskConfig.model_validate(
-        {"name": "x", "service": "jsonl", "path": str(data), "scorer": "exact", "eval_share": 0.3}
+        {"name": "x", "service": "jsonl", "path": str(data), "scorer": function, "eval_share": 0.3}
     )
     service = JsonlService(config, 0)
     own, trained = OwnTasks([service]), {task.answer for task in service.tasks(Split.TRAIN)}

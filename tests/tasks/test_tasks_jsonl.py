@@ -91,6 +91,33 @@ def test_a_system_message_of_its_own_and_a_scorer_of_its_own_take_the_place_of_t
     assert json.loads(own.info) == {"scorer": "number"}
 
 
+FUNCTION: Json = {"name": "function", "path": "evil.py:reward"}
+JUDGE: dict[str, Json] = {"name": "judge", "url": "https://mine/v1", "model": "m", "rubric": "r", "key_env": "KEY"}
+
+
+@pytest.mark.parametrize(
+    ("scorer", "is_own"),
+    [
+        (FUNCTION, False),
+        ({**JUDGE, "url": "https://evil/v1"}, False),
+        ({**JUDGE, "key_env": "HF_TOKEN"}, False),
+        ({"name": "weighted", "parts": [{"scorer": "exact"}, {"scorer": FUNCTION}]}, False),
+        ({**JUDGE, "rubric": "another", "model": "larger"}, True),
+        ("exact", True),
+    ],
+)
+def test_a_row_calls_no_function_and_asks_no_judge_but_the_configured_one(
+    scorer: Json, is_own: bool, tmp_path: Path
+) -> None:
+    path = written(tmp_path, [{"prompt": "q", "answer": "1", "info": {"scorer": scorer}}, *numbered(9)])
+    if is_own:
+        assert service(path, scorer=JUDGE).questions
+        return
+    for configured in (JUDGE, "exact"):
+        with pytest.raises(TaskError, match=r":1: info\.scorer: expected no function and no judge but"):
+            service(path, scorer=configured)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -114,11 +114,12 @@ def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> 
     if taken := sorted(columns.keys() & {*info, *RESERVED}):
         raise TaskError(f"{where}: {taken[0]}: expected a column of another name, or once and in info")
     info = {**columns, **info}
-    own = "scorer" in info
-    spec = checker.spec_of(
-        info["scorer"] if own else config.scorer or usual,
-        f"{where}: info.scorer" if own else f"tasks.{config.name}.scorer",
-    )
+    spec = configured = checker.spec_of(config.scorer or usual, f"tasks.{config.name}.scorer")
+    if "scorer" in info:
+        spec = checker.spec_of(info["scorer"], f"{where}: info.scorer")
+    if _reach(spec) - _reach(configured):
+        only = f"no function and no judge but that of tasks.{config.name}.scorer"
+        raise TaskError(f"{where}: info.scorer: expected {only}, as a row may be a stranger's")
     answer = row.get("answer")
     if answer is not None or checker.needs_truth(spec):
         if isinstance(answer, int | float) and not isinstance(answer, bool):
@@ -132,6 +133,13 @@ def _task(config: TaskConfig, where: str, number: int, row: dict[str, Json]) -> 
     kept = json.dumps({**info, "scorer": checker.to_json(spec)}, sort_keys=True, default=str)
     task = Task(f"{config.name}/{number}", config.name, _messages(config, asked), answer, kept)
     return task, question_of(asked)
+
+
+def _reach(spec: checker.Spec) -> set[tuple[str, ...]]:
+    """Functions that a checker calls, and URLs that it sends a key to."""
+    names = ("path", "url", "key_env")
+    judging = (one for one in checker.leaves(spec) if not checker.is_confined(one))
+    return {tuple(str(getattr(one, name, "")) for name in names) for one in judging}
 
 
 class _Said(msgspec.Struct, forbid_unknown_fields=True):
