@@ -97,6 +97,12 @@ def test_a_row_without_advantage_has_no_numbers_and_does_not_move_the_others(
     assert found[1, 2][0].advantage == rows[1][2].advantages[-1]
 
 
+def test_a_step_that_computes_no_row_has_no_numbers(tmp_path: Path, tiny_model_dir: Path) -> None:
+    rows = [[replace(row, advantages=tuple(0.0 for _ in row.tokens)) for row in group] for group in groups(3)]
+    found = numbers_of(tmp_path, tiny_model_dir, rows)
+    assert {number for numbers in found.values() for number in numbers} == {None}
+
+
 def test_a_failed_rollout_is_passed_over_as_in_training(tmp_path: Path, tiny_model_dir: Path) -> None:
     (rows,) = groups(6, count=1)
     wish = TokensFiles(tmp_path, 1).wanted(1, ["g"])

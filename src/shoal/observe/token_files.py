@@ -116,7 +116,8 @@ def _rows(run_dir: Path, step: int, group_id: str, wanted: range) -> list[list[T
                 streams = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError, KeyError, ValueError):
             continue  # pruned meanwhile or incomplete
-        found |= _of_rows(streams, range(first + wanted.start, first + wanted.stop))
+        if streams:  # none of a rank that computed no row
+            found |= _of_rows(streams, range(first + wanted.start, first + wanted.stop))
     return None if first is None else [found.get(first + row) for row in wanted]
 
 
