@@ -15,7 +15,7 @@ PYTEST := -m pytest -q -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install $(PIP_ARGS) -c constraints.txt
 
-.PHONY: rehearsal demo gpu gpus figures figures-check test test-all test-tinker test-vllm hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
+.PHONY: rehearsal demo gpu gpus figures figures-check test test-all test-tinker test-torchtitan test-vllm hostile fuzz chaos growth backup-s3 cluster slurm images services adapters harnesses trackers newcomer installs frameworks tito architectures check coverage coverage-all mutants flow lint docs site constraints venv clean
 
 demo: $(VENV)/shoal-installed
 	$(BIN)/shoal demo
@@ -40,6 +40,11 @@ test-vllm: $(VENV)/dev-installed $(VLLM)/tried
 COOKBOOK := .venv-tinker
 test-tinker: $(VENV)/dev-installed $(COOKBOOK)/installed
 	SHOAL_COOKBOOK="$(CURDIR)/$(COOKBOOK)/packages" $(BIN)/python -m pytest -v tests/tinker
+
+# torchtitan asks for datasets and torch of its own, so it is laid beside the environment without what it asks for: 1 GB.
+TITAN := .venv-torchtitan
+test-torchtitan: $(VENV)/dev-installed $(TITAN)/installed
+	PYTHONPATH="$(CURDIR)/$(TITAN)/packages" $(BIN)/python -m pytest -v -W ignore::DeprecationWarning tests/trainer/test_trainer_backends.py
 
 # Published models on 8, 64 and 512 GPUs, without one: one line of JSON. MODELS= names some of them.
 MODELS :=
@@ -241,7 +246,7 @@ constraints: $(VENV)/dev-installed
 venv: $(VENV)/dev-installed
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(COOKBOOK) build dist .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) $(COOKBOOK) $(TITAN) build dist .mypy_cache .ruff_cache .hypothesis
 	find src tests tools benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The tests try every sandbox that can be had; without root and apt, bubblewrap's tests say that they were skipped.
@@ -269,6 +274,11 @@ $(VLLM)/tried: | $(VENV)/python-made
 $(COOKBOOK)/installed: | $(VENV)/dev-installed
 	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --target $(COOKBOOK)/packages tinker-cookbook==0.6.1 chz==0.4.0 \
 		blobfile==3.3.0 cloudpickle==3.1.2 pyrage==1.4.0 termcolor==3.3.0 tiktoken==0.14.0 lxml pycryptodomex pylatexenc
+	@touch $@
+
+$(TITAN)/installed: | $(VENV)/dev-installed
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --target $(TITAN)/packages torchtitan==0.3.0 spmd_types==0.2.3 \
+		torchdata==0.11.0 torch_checkpointing==0.1.1 einops==0.8.2 tyro==1.0.17 typeguard==4.6.1 triton==3.9.0
 	@touch $@
 
 # Each step leaves a stamp, so that a second call of make starts at once.

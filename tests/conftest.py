@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 settings.register_profile("shoal", deadline=None, max_examples=50)
 settings.load_profile("shoal")
 
-OPTIONAL = ("gpu", "vllm", "cookbook", "harness", "trackers", "s3")
+OPTIONAL = ("gpu", "vllm", "cookbook", "torchtitan", "harness", "trackers", "s3")
 """Marks of tests that may be skipped: they need a device, or an environment of their own."""
 
 TINY_CHARACTERS = "\n !\"#$%&'()*+,-./0123456789:;<=>?@ABCDEFGHIJKLMNOPQRSTUVWXYZ[\\]^_`abcdefghijklmnopqrstuvwxyz{|}~"

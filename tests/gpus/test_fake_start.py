@@ -72,7 +72,7 @@ def test_below_adapters_a_rank_holds_its_part_of_bfloat16_weights(tmp_path: Path
 @pytest.mark.parametrize("kind", ["experts", "reference"])
 def test_experts_apart_and_a_reference_are_parts_too(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(shortened("Qwen3-30B-A3B", LAYERS)))
-    settings = {"experts": {"experts": "parallel"}, "reference": {"kl": {"coefficient": 0.1}}}[kind]
+    settings = {"experts": {"backend": "experts"}, "reference": {"kl": {"coefficient": 0.1}}}[kind]
     with fake_rank(Ranks(63, 64), "cuda"):
         ours = made(tmp_path, Ranks(63, 64), **settings)
         reference = list(ours._reference.parameters()) if ours._reference is not None else []

@@ -35,7 +35,7 @@ CASES: dict[str, tuple[str, dict[str, object], ModelConfig]] = {
     "adapters": ("dense", {"lora": {"rank": 2, "alpha": 4.0}}, ModelConfig(device="cpu")),
     "experts": ("mixture", {}, ModelConfig(device="cpu")),
     "joined": ("joined", {}, ModelConfig(device="cpu")),
-    "experts apart": ("mixture", {"experts": "parallel"}, ModelConfig(device="cpu", dtype="bfloat16")),
+    "experts apart": ("mixture", {"backend": "experts"}, ModelConfig(device="cpu", dtype="bfloat16")),
 }
 
 

@@ -97,7 +97,7 @@ def config_of(case: Case) -> Config:
     if case["adapted"] is not None:
         train["lora"] = {"rank": 4, "alpha": 32.0, "targets": case["adapted"]}
     if case["ranks"] == "parallel":
-        train["experts"] = "parallel"
+        train["backend"] = "experts"
     model = {"device": "cpu", "dtype": case["dtype"], "gradient_checkpointing": case["checkpointing"]}
     return parse({"tasks": [{"name": "chain_sum"}], "model": model, "train": train})
 

@@ -24,12 +24,12 @@ KINDS: dict[str, dict[str, object]] = {
 }
 LR = 1e-3
 """Tolerance of weights too: Adam's first steps are of this size, whatever sign rounding gives a gradient near 0."""
-COURSES = (("Qwen3Moe", "parallel"), ("Mixtral", "parallel"), ("Mixtral", "sharded"))
+COURSES = (("Qwen3Moe", "experts"), ("Mixtral", "experts"), ("Mixtral", "sharded"))
 FILES = ("model.safetensors", "optimizer.safetensors", "published.safetensors")
 
 
-def config(ranks: int, experts: str = "parallel") -> Config:
-    train = {"lr": LR, "minibatches": 2, "experts": experts, "kl": {"coefficient": 0.1}, "ranks": ranks}
+def config(ranks: int, backend: str = "experts") -> Config:
+    train = {"lr": LR, "minibatches": 2, "backend": backend, "kl": {"coefficient": 0.1}, "ranks": ranks}
     return parse({"tasks": [{"name": "chain_sum"}], "model": {"device": "cpu"}, "train": train})
 
 
@@ -37,9 +37,9 @@ def rows(seed: int) -> list[tuple[Sample, ...]]:
     return [tuple(group) for group in groups(seed)]
 
 
-async def course(trainer: TrainerProcess, model: Path, experts: str, out: Path, ranks: int = 2) -> list[StepStats]:
+async def course(trainer: TrainerProcess, model: Path, backend: str, out: Path, ranks: int = 2) -> list[StepStats]:
     """Two steps, the second one after a checkpoint was loaded."""
-    await trainer.start(model, config(ranks, experts), ranks)
+    await trainer.start(model, config(ranks, backend), ranks)
     stats = [await trainer.step(rows(0), 4)]
     await trainer.save(out)
     await trainer.step(rows(2), 4)
@@ -68,7 +68,7 @@ def test_experts_apart_train_what_all_experts_on_one_rank_do(tiny_model_dir: Pat
         async with local_ranks(tmp_path / "log", 2, 2) as ranks:
             trainer = TrainerProcess(ranks)
             for model, complaint in ((tiny_model_dir, "a mixture of experts"), (odd, "divides 3 experts, got 2")):
-                with pytest.raises(TrainerError, match=f"train.experts: expected .*{complaint}"):
+                with pytest.raises(TrainerError, match=f"train.backend: expected .*{complaint}"):
                     await trainer.start(model, config(2), 2)
             return [
                 await course(trainer, models[kind], experts, tmp_path / f"{kind}-{experts}")

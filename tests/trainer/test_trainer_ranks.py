@@ -43,7 +43,7 @@ SHARDED = {
     "bfloat16": {"lr": 1e-3},
     ROUNDED: {"lr": 1e-3, "lora": {"rank": 2, "alpha": 4.0}},
 }
-REPLICATED = {"several updates": {}, "experts apart": {"experts": "parallel", "minibatches": 2, "lr": 1e-3}}
+REPLICATED = {"several updates": {}, "experts apart": {"backend": "experts", "minibatches": 2, "lr": 1e-3}}
 
 
 def groups(seed: int) -> list[list[Sample]]:

@@ -166,7 +166,7 @@ LossConfig: TypeAlias = Annotated[
 
 
 _RATE: Final = {"lr", "warmup_steps", "lr_schedule", "betas", "weight_decay", "max_grad_norm"}
-_PROCESS: Final = {"lora", "tokens_per_microbatch", "offload", "gpus", "ranks", "experts"}
+_PROCESS: Final = {"lora", "tokens_per_microbatch", "offload", "gpus", "ranks", "backend"}
 OWN_SETTINGS: Final[Mapping[str, frozenset[str]]] = {
     "sft": frozenset(_RATE | _PROCESS | {"steps", "groups_per_step", "minibatches", "loss_mean"}),
     "dpo": frozenset(_RATE | _PROCESS | {"steps", "groups_per_step"}),
@@ -263,9 +263,10 @@ class TrainConfig(Section):
     )
     ranks: int = Field(1, ge=1, le=1024, description="Trainer processes that share sharded weights and moments.")
 
-    experts: Literal["sharded", "parallel"] = Field(
+    backend: Literal["sharded", "experts"] | Annotated[str, Field(pattern=r"^torchtitan(:[1-9]\d{0,2})?$")] = Field(
         "sharded",
-        description="Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them.",
+        description="`sharded` gathers layers, `experts` sends tokens to experts, `torchtitan:N` splits layers over N "
+        "ranks.",
     )
 
     def complaints(self) -> Iterator[str]:
@@ -276,6 +277,13 @@ class TrainConfig(Section):
             yield "train.loss: expected not 'm2po' with a teacher or train.kl.where = 'reward', which change advantages"
         if self.advantage == "maxrl" and self.overlong_tokens:
             yield "train.overlong_tokens: expected 0 with train.advantage = 'maxrl', whose rewards are 0 and 1"
+        if self.backend.startswith("torchtitan") and (self.lora.rank or self.router_replay):
+            yield f"train.backend: expected 'sharded' with adapters or router_replay, got {self.backend!r}"
+
+    @property
+    def ranks_per_layer(self) -> int:
+        """Ranks over which each layer is split."""
+        return int(self.backend.partition(":")[2] or 1)
 
     @property
     def compares_within_groups(self) -> bool:

@@ -174,8 +174,8 @@ class TrainSettings(TypedDict, total=False):
     """GPU numbers, one per rank; the first ones when empty."""
     ranks: int
     """Trainer processes that share sharded weights and moments."""
-    experts: Literal["sharded", "parallel"]
-    """Experts over ranks: `sharded` gathers them per layer, `parallel` sends tokens to them."""
+    backend: Literal["sharded", "experts"] | str
+    """`sharded` gathers layers, `experts` sends tokens to experts, `torchtitan:N` splits layers over N ranks."""
 
 class RewardSettings(TypedDict, total=False):
     """Where answers are scored."""

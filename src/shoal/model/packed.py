@@ -21,7 +21,7 @@ from shoal.model.mixers import Mixer, Run, side_by_side
 from shoal.model.prefix_tree import PrefixTree, prefix_tree
 from shoal.model.routing import routing_of
 from shoal.model.token_logprobs import Kept, logprobs_among, token_logprobs
-from shoal.model.training_forward import Forward, TrainingForward
+from shoal.model.training_forward import Forward, modules_of
 
 FEW_POSITIONS = 256
 """Positions up to which queries of a shared beginning are computed again: one more bucket would take longer."""
@@ -211,9 +211,9 @@ def trained_pass(
         return None
     tree = prefix_tree(rows)
     tokens = [token for row in rows for token in row]
-    chunk = max(1, most_logits // _modules(model).get_input_embeddings().num_embeddings)
+    chunk = max(1, most_logits // modules_of(model).get_input_embeddings().num_embeddings)
     predicting, wanted = [tree.node_of[i - 1] for i in at], [tokens[i] for i in at]
-    device = _modules(model).device
+    device = modules_of(model).device
     return packed_pass(tree, predicting, wanted, device, chunk=chunk, kept=kept, few_positions=few_positions)
 
 
@@ -269,18 +269,16 @@ def pass_outputs(
 ) -> TokenOutputs:
     """Outputs as `packed_outputs` gives them, of a pass that was made before."""
     if made is None:
-        nothing = torch.zeros(0, device=_modules(model).device)
+        nothing = torch.zeros(0, device=modules_of(model).device)
         return TokenOutputs(nothing, None if entropy is None else nothing, None if value_head is None else nothing)
     if isinstance(model, PreTrainedModel) and (routing := routing_of(model)) is not None:
         routing.given_TE = None if routing_TB is None else _of_nodes(routing.read(routing_TB), made)
     hidden_UD, head = _hidden(model, made)
-    logp_N, entropy_N = _head_outputs(_modules(model), head, hidden_UD, made, temperature=temperature, entropy=entropy)
+    logp_N, entropy_N = _head_outputs(
+        modules_of(model), head, hidden_UD, made, temperature=temperature, entropy=entropy
+    )
     value_N = None if value_head is None else value_head(hidden_UD.float()).float()[made.head_N, 0]
     return TokenOutputs(logp_N, entropy_N, value_N)
-
-
-def _modules(model: Forward) -> PreTrainedModel:
-    return model.model if isinstance(model, TrainingForward) else model
 
 
 def _of_nodes(routing_TE: Tensor, made: PackedPass) -> Tensor:
@@ -293,17 +291,18 @@ def _of_nodes(routing_TE: Tensor, made: PackedPass) -> Tensor:
 
 def _hidden(model: Forward, made: PackedPass) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
     """Inputs [U, D] of the language-model head at the kept nodes, and the head."""
-    if isinstance(model, TrainingForward):
+    if not isinstance(model, nn.Module):
         return model.hidden(made.token_M, made.position_M, made.layout, made.keep_U), model.head
-    with _hidden_states(model) as hidden:
-        model(
+    modules = modules_of(model)
+    with _hidden_states(modules) as hidden:
+        modules(
             input_ids=made.token_M[None],
             position_ids=made.position_M[None],
             use_cache=False,
             logits_to_keep=made.keep_U,
             layout=made.layout,
         )
-    return hidden[0], model.get_output_embeddings()
+    return hidden[0], modules.get_output_embeddings()
 
 
 def _head_outputs(

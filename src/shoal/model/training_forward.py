@@ -8,7 +8,7 @@ the parameters' own `grad`, whose dtype is that of the parameters.
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -150,8 +150,25 @@ class TrainingForward(family.FamilyForward[JointLinear]):
         return result
 
 
-Forward: TypeAlias = PreTrainedModel | TrainingForward
-"""Forward of a model for training: the model's own modules, or by hand."""
+class OwnForward(Protocol):
+    """Forward of a model that does not call the model's own modules, such as one by hand."""
+
+    model: PreTrainedModel
+
+    def hidden(self, token_T: Tensor, position_T: Tensor, layout: Layout, keep_U: Tensor) -> Tensor:
+        """Inputs [U, W] of the language-model head at the kept positions."""
+
+    def head(self, hidden_UW: Tensor) -> Tensor:
+        """Logits [U, V] before any scaling of the architecture; follows `hidden`."""
+
+
+Forward: TypeAlias = PreTrainedModel | OwnForward
+"""Forward of a model for training: the model's own modules, or another."""
+
+
+def modules_of(forward: Forward) -> PreTrainedModel:
+    """Model of a forward."""
+    return forward if isinstance(forward, nn.Module) else forward.model
 
 
 def fastest_forward(model: PreTrainedModel, dtype: torch.dtype) -> Forward:
@@ -167,9 +184,9 @@ def lay_out(forward: Forward) -> None:
 
 def precision(forward: Forward, dtype: torch.dtype) -> AbstractContextManager[object]:
     """Context in which modules with float32 weights have products in `dtype`; a forward by hand needs none."""
-    if dtype is torch.float32 or isinstance(forward, TrainingForward):
+    if dtype is torch.float32 or not isinstance(forward, nn.Module):
         return nullcontext()
-    return torch.autocast(forward.device.type, dtype=dtype)
+    return torch.autocast(modules_of(forward).device.type, dtype=dtype)
 
 
 def _linear(x_TI: Tensor, linear: JointLinear, residual_TO: Tensor | None = None) -> Tensor:

@@ -28,13 +28,13 @@ def spread_experts(model: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
     """
     found = list(_experts(model))
     if not found:
-        raise ConfigError(f"train.experts: expected a mixture of experts for 'parallel', got {type(model).__name__}")
+        raise ConfigError(f"train.backend: expected a mixture of experts for 'experts', got {type(model).__name__}")
     ranks, placements = mesh.size(mesh.ndim - 1), [Replicate()] * (mesh.ndim - 1) + [Shard(0)]
     spread: set[nn.Parameter] = set()
     for experts in found:
         count = int(experts.num_experts)  # type: ignore[arg-type]
         if count % ranks:
-            raise ConfigError(f"train.experts: expected a number of ranks that divides {count} experts, got {ranks}")
+            raise ConfigError(f"train.backend: expected a number of ranks that divides {count} experts, got {ranks}")
         for name, parameter in list(experts.named_parameters(recurse=False)):
             whole = distribute_tensor(parameter.data, mesh, placements, src_data_rank=None)
             setattr(experts, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))

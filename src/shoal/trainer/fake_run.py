@@ -99,6 +99,8 @@ def measured(question: FakeQuestion) -> Iterator[FakeTaken]:
     """Memory for each number of tokens, in the order of the question."""
     model = ModelConfig.model_validate_json(question.model_json)
     train = TrainConfig.model_validate_json(question.train_json)
+    if train.backend.startswith("torchtitan"):  # its ranks hold as much, and compute with no more
+        train = train.model_copy(update={"backend": "sharded"})
     path, ranks = Path(question.model_path), Ranks(0, question.ranks, question.shard)
     token_logprobs.BLOCK_LOGITS = token_logprobs.BLOCK_LOGITS_OF_GPU  # in this process alone
     with fake_rank(ranks, DEVICE):

@@ -3,7 +3,8 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from itertools import repeat
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,8 @@ from shoal.trainer.messages import Adam
 from shoal.trainer.ranks import copies, is_sharded, like, local, norm, whole
 
 MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+Block: TypeAlias = tuple[Tensor, Tensor, Tensor, float]
+"""Moments, their squares and weights of some numbers, and the share of their norm that this rank counts."""
 BLOCK: Final = 1 << 16
 """Elements of a parameter processed together, so that intermediate results stay in a core's cache."""
 BLOCK_OF_GPU: Final = 1 << 26
@@ -96,7 +99,6 @@ class Optimizer:
             for matrices, w in ((True, config.weight_decay), (False, 0.0))
         ]
         self._sharded = any(map(is_sharded, self._named.values()))
-        self._copies = max(map(copies, self._named.values()))
         self._offloads = config.offload == "optimizer"
         self._adam = torch.optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas, fused=True)
         self.updates = 0
@@ -263,28 +265,28 @@ class Optimizer:
                 # lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps), with constants folded
                 root = math.sqrt(1 - beta_sq**step)
                 rate, eps = group["lr"] * root / (1 - beta**step), group["eps"] * root
-                moments, squares, weights = zip(*blocks, strict=True)
+                moments, squares, weights, shares = zip(*blocks, strict=True)
                 divisors = torch._foreach_sqrt(squares)
                 torch._foreach_add_(divisors, eps)
                 changes = torch._foreach_div(moments, divisors)
                 if decay:
                     torch._foreach_add_(changes, weights, alpha=decay / rate)
-                yield from torch._foreach_mul(torch._foreach_norm(changes), rate / (1 - decay))
+                factors = [rate / (1 - decay) * share for share in shares]
+                yield from torch._foreach_mul(torch._foreach_norm(changes), factors)
 
-    def _blocks(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[int, list[tuple[Tensor, ...]]]]:
-        """Numbers of Adam's steps, and blocks of moments, their squares and weights that took them, a few at a time."""
+    def _blocks(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[int, list[Block]]]:
+        """Numbers of Adam's steps, and blocks that took them, a few at a time."""
         block = BLOCK_OF_GPU if next(iter(self._named.values())).is_cuda else BLOCK
-        at, blocks, room = 0, list[tuple[Tensor, ...]](), block
+        at, blocks, room = 0, list[Block](), block
         for parameter in parameters:
             if parameter.grad is None or not (state := self._adam.state.get(parameter)):
                 continue
             step = self._steps.get(parameter, 0) + 1
             tensors = [local(tensor) for tensor in (state["exp_avg"], state["exp_avg_sq"], parameter)]
             small = tensors[0].numel() <= block
-            parts = (
-                [tuple(tensors)] if small else zip(*(torch.split(one.flatten(), block) for one in tensors), strict=True)
-            )
-            for part in parts:
+            parts = [(one,) if small else torch.split(one.flatten(), block) for one in tensors]
+            share = copies(parameter) ** -0.5
+            for part in zip(*parts, repeat(share, len(parts[0])), strict=True):
                 room -= part[0].numel()
                 if blocks and (step != at or room < 0):
                     yield at, blocks
@@ -295,7 +297,7 @@ class Optimizer:
             yield at, blocks
 
     def _norm(self, changes: Iterable[Tensor]) -> Tensor:
-        return norm(changes, sharded=self._sharded, copies=self._copies)
+        return norm(changes, sharded=self._sharded)
 
     def reset(self) -> None:
         """Clears moments and counters."""

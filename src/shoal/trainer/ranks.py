@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,8 @@ from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from shoal.model.loading import resolve_device
@@ -42,11 +44,28 @@ class Ranks:
     """Whether all ranks reach the directories in which files are written."""
     experts_apart: bool = False
     """Whether experts stay on their ranks, and tokens travel to them (`expert_parallel`)."""
+    per_layer: int = 1
+    """Neighbouring ranks that compute the same rows, each with a part of every layer (tensor parallelism)."""
 
     @property
     def first(self) -> bool:
         """Whether this rank writes what is not sharded."""
         return self.index == 0
+
+    @property
+    def shares(self) -> int:
+        """Number of parts into which the rows of an update are cut."""
+        return self.count // self.per_layer
+
+    @property
+    def share(self) -> int:
+        """Which of these parts this rank computes."""
+        return self.index // self.per_layer
+
+    @property
+    def repeats(self) -> bool:
+        """Whether another rank counts the rows of this one."""
+        return self.index % self.per_layer > 0
 
     def meet(self, master: str, device: str) -> None:
         """Joins the other ranks at the first rank's address; returns when all ranks have joined."""
@@ -172,22 +191,34 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def copies(tensor: Tensor) -> int:
-    """Number of copies of the tensor, each sharded over its ranks."""
-    return tensor.device_mesh.size(0) if isinstance(tensor, DTensor) and tensor.device_mesh.ndim == 2 else 1
+    """Number of ranks that hold the same part of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    return prod(tensor.device_mesh.size(axis) for axis, one in enumerate(tensor.placements) if one.is_replicate())
+
+
+def place(tensor: DTensor) -> tuple[slice, ...]:
+    """Where the part of this rank lies in the whole tensor: even chunks, as `fully_shard` cuts them."""
+    mesh, begins, sizes = tensor.device_mesh, [0] * tensor.ndim, list(tensor.shape)
+    # A strided axis cuts what the others have left of its dimension: FSDP shards the parts of split layers.
+    for axis, one in sorted(enumerate(tensor.placements), key=lambda pair: isinstance(pair[1], _StridedShard)):
+        if isinstance(one, Shard | _StridedShard):
+            chunk = -(-sizes[one.dim] // mesh.size(axis))
+            skipped = min(mesh.get_local_rank(axis) * chunk, sizes[one.dim])
+            begins[one.dim] += skipped
+            sizes[one.dim] = min(chunk, sizes[one.dim] - skipped)
+    return tuple(slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
 
 
 def rows_here(tensor: DTensor) -> slice:
-    """Rows of this rank: even chunks of the first dimension, as `fully_shard` cuts them."""
-    mesh = tensor.device_mesh
-    count, index = mesh.size(mesh.ndim - 1), mesh.get_local_rank(mesh.ndim - 1)
-    chunk = -(-tensor.shape[0] // count)
-    return slice(min(index * chunk, tensor.shape[0]), min((index + 1) * chunk, tensor.shape[0]))
+    """Rows of which this rank has a part."""
+    return place(tensor)[0]
 
 
 def own_rows(rows: Tensor, other: DTensor) -> DTensor:
-    """Tensor sharded as `other`, from this rank's rows."""
+    """Tensor sharded as `other`, from whole rows of which this rank has a part."""
     return DTensor.from_local(
-        rows,
+        rows[(slice(None), *place(other)[1:])].contiguous(),
         other.device_mesh,
         other.placements,
         run_check=False,
@@ -213,13 +244,13 @@ def reduce_later(model: nn.Module, *, last: bool, keep: bool) -> None:
         model.set_requires_all_reduce(last)
 
 
-def norm(norms: Iterable[Tensor], *, sharded: bool, copies: int = 1) -> Tensor:
-    """Norm of all numbers, from norms of their parts on all ranks, which hold that many `copies`; float64 sums."""
+def norm(norms: Iterable[Tensor], *, sharded: bool) -> Tensor:
+    """Norm of all numbers, from norms of their parts on all ranks; float64 sums."""
     of_parts = list(norms)
     total = torch.stack(of_parts).double().square().sum() if of_parts else torch.zeros((), dtype=torch.float64)
     if sharded:
         distributed.all_reduce(total)
-    return (total / copies).sqrt()
+    return total.sqrt()
 
 
 def like(tensor: Tensor, other: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ def rows_of(tensors: Mapping[str, Tensor], ranks: Ranks) -> Iterator[Rows]:
             mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         )  # merged adapters may lie otherwise
         rows = rows_here(one)
-        if rows.start < rows.stop and (mesh.ndim == 1 or mesh.get_local_rank(0) == 0):
+        if rows.start < rows.stop and not any(map(mesh.get_local_rank, range(mesh.ndim - 1))):
             yield Rows(name, rows.start, one.to_local())
 
 

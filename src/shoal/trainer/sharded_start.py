@@ -87,7 +87,7 @@ def loaded(
         files = TensorFiles(Path(path))
         probed = empty_model(path, few_tokens=PROBED_TOKENS)
         give_back()
-        _move(probed, device)
+        move(probed, device)
         ranks.shard(probed, device)
         fill(probed, files, device)
         refuse_different(probed)
@@ -97,13 +97,13 @@ def loaded(
     checkpoint_layers(model, gradient_checkpointing)
     if change is not None:
         change(model)
-    _move(model, device)
+    move(model, device)
     ranks.shard(model, device, dtype)
     fill(model, files, device)
     return model
 
 
-def _move(model: PreTrainedModel, device: str) -> None:
+def move(model: PreTrainedModel, device: str) -> None:
     """Moves what has memory already, such as buffers and adapters."""
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -27,6 +27,7 @@ from shoal.model.tensor_files import Tensors
 from shoal.model.training_forward import Forward, fastest_forward, lay_out, precision
 from shoal.trainer import critic, packing
 from shoal.trainer.advantage import normalised_after_kl
+from shoal.trainer.backends import started
 from shoal.trainer.loss import kl, log_linear_prox, square_bound, to_go, token_loss
 from shoal.trainer.messages import OTHER_RANK, Step, StepStats, TokensFile
 from shoal.trainer.models import TrainedModel
@@ -34,7 +35,7 @@ from shoal.trainer.optim import Update
 from shoal.trainer.packing import MicroBatch, Minibatch, Packer, RowBatch, Share, Size
 from shoal.trainer.ranks import ALONE, Ranks, local, memory_bytes, reduce_later
 from shoal.trainer.row_files import fingerprint
-from shoal.trainer.sharded_start import loaded, trained_model
+from shoal.trainer.sharded_start import loaded
 from shoal.trainer.step_stats import StepTotals, TokenNumbers
 from shoal.trainer.streams import Streams
 from shoal.types import Sample
@@ -87,8 +88,8 @@ class Trainer(TrainedModel):
         `files` instead, if given. Raises `ModelError` and `ConfigError`.
         """
         self.device = resolve_device(model.device)
-        ranks = replace(ranks, experts_apart=train.experts == "parallel")
-        trained, adapters = trained_model(path, model, train, ranks, self.device, files)
+        ranks = replace(ranks, experts_apart=train.backend == "experts", per_layer=train.ranks_per_layer)
+        trained, adapters, self._root, self._forward = started(path, model, train, ranks, self.device, files)
         self._value_head = self._new_value_head(trained) if train.advantage == "gae" else None
         value_head = {} if self._value_head is None else dict(self._value_head.named_parameters(prefix=VALUE_HEAD))
         super().__init__(trained, adapters, train, DTYPES[model.dtype], critic=value_head, ranks=ranks)
@@ -99,18 +100,14 @@ class Trainer(TrainedModel):
             on_gpu=self.device.startswith("cuda"),
         )
         self._config = train
-        self._by_hand = ranks.count == 1 and not model.gradient_checkpointing
-        self._sharded = ranks.count > 1
         self.keep_gradients(ranks.least(memory_bytes(self.device, ranks.count), self.device))
         self._amid_update = False
-        by_hand = self._by_hand and adapters is None
-        self._forward = fastest_forward(self.model, self._dtype) if by_hand else self.model
         self._most_logits = MOST_LOGITS_OF_GPU if self.device.startswith("cuda") else MOST_LOGITS
         self._temperature = temperature
         if packing.loss_mean(train) == "budget" and max_tokens is None:
             raise ConfigError("train.loss_mean: 'budget' needs the answers' rollout.max_tokens")
         has_reference = train.kl.coefficient > 0 or train.teacher_model is not None
-        self._packer = Packer(train, self.tokens_per_microbatch, max_tokens or 0, skip_uninformative, ranks.count)
+        self._packer = Packer(train, self.tokens_per_microbatch, max_tokens or 0, skip_uninformative, ranks.shares)
         if train.router_replay:
             replay_routing(self.model)
         self._reference = self._new_reference(train.teacher_model or path, files) if has_reference else None
@@ -137,7 +134,7 @@ class Trainer(TrainedModel):
         tokens_file: TokensFile | None = None,
     ) -> StepStats:
         """Takes one step of `train.minibatches` updates over the rows of each group, in order: see `carry_out`."""
-        shares, sizes = self._packer.step(groups)[self._ranks.index], tuple(map(len, groups))
+        shares, sizes = self._packer.step(groups)[self._ranks.share], tuple(map(len, groups))
         return self.carry_out(Step(shares, version, since_push, tokens_file, sizes))
 
     def carry_out(self, step: Step) -> StepStats:
@@ -148,7 +145,7 @@ class Trainer(TrainedModel):
         read, on every rank.
         """
         started, tokens_file = time.perf_counter(), step.tokens_file
-        totals = StepTotals(self.device, TokenNumbers() if tokens_file else None)
+        totals = StepTotals(self.device, TokenNumbers() if tokens_file and not self._ranks.repeats else None)
         minibatches, wants_prox = self.ready(step, totals)
         updates: list[Update] = []
         for k, minibatch in enumerate(minibatches):
@@ -159,7 +156,7 @@ class Trainer(TrainedModel):
                 updates.append(self.take_update())
         totals.add_up(self._ranks)
         if totals.tokens is not None and tokens_file is not None:
-            totals.tokens.write(tokens_file, list(step.group_sizes), self._ranks.index)
+            totals.tokens.write(tokens_file, list(step.group_sizes), self._ranks.share)
         weights = fingerprint(self._trained(), self._ranks)
         return totals.stats(updates, minibatches, time.perf_counter() - started, weights)
 
@@ -218,12 +215,12 @@ class Trainer(TrainedModel):
 
     def _precision(self, forward: Forward) -> AbstractContextManager[object]:
         """Context of products; sharded weights have the dtype of products while their layer computes."""
-        return nullcontext() if self._sharded else precision(forward, self._dtype)
+        return nullcontext() if self._ranks.count > 1 else precision(forward, self._dtype)
 
     def _new_reference(self, path: Path | str, files: Tensors | None) -> Forward:
         """Model at `path`, sharded like the trained model."""
         model = loaded(path, self._ranks, self.device, self._dtype, frozen=True, files=files).requires_grad_(False)
-        return fastest_forward(model, self._dtype) if self._by_hand else model
+        return fastest_forward(model, self._dtype) if self._ranks.count == 1 else model
 
     def _new_value_head(self, model: PreTrainedModel) -> nn.Linear:
         """Value head with zero weights, so that the first advantages are the rewards."""
@@ -251,7 +248,7 @@ class Trainer(TrainedModel):
         `whole` is the size of the update when `rows` are a part of it. `first` is the index of the first row in the
         step.
         """
-        return self._packed(self._packer.shares(rows, whole, first=first)[self._ranks.index])
+        return self._packed(self._packer.shares(rows, whole, first=first)[self._ranks.share])
 
     def _packed(self, share: Share) -> Minibatch:
         return Minibatch(
@@ -286,13 +283,17 @@ class Trainer(TrainedModel):
 
     def _normalised(self, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
         """Minibatches with advantages (A - mean) / (std + 1e-8), with mean and std over all tokens of the step."""
-        counted = [batch.advantage_N for minibatch in minibatches for batch in minibatch.batches if not batch.idle]
+        counted = [one.advantage_N for minibatch in minibatches for one in minibatch.batches if self._counts(one)]
         mean, deviation = self._ranks.mean_and_deviation(counted, self.device)
 
         def normalised(batch: MicroBatch) -> MicroBatch:
             return replace(batch, advantage_N=((batch.advantage_N.double() - mean) / (deviation + STD_EPS)).float())
 
         return [_changed(minibatch, normalised) for minibatch in minibatches]
+
+    def _counts(self, batch: MicroBatch) -> bool:
+        """Whether statistics count the batch here."""
+        return not batch.idle and not self._ranks.repeats
 
     def _less_kl(self, batch: MicroBatch) -> MicroBatch:
         """Micro-batch whose advantages are less the KL penalty of each token and all later tokens of its row."""
@@ -308,7 +309,7 @@ class Trainer(TrainedModel):
         for batch in minibatch.batches:
             assert batch.prox_N is not None
             d_N = batch.prox_N - batch.behav_N
-            squares.append(d_N[(d_N * batch.advantage_N > 0) & (not batch.idle)].square())
+            squares.append(d_N[(d_N * batch.advantage_N > 0) & self._counts(batch)].square())
         bound = square_bound(self._ranks.all_of(squares, self.device), self._config.loss.clip_high)
         return _changed(minibatch, lambda batch: replace(batch, square_bound=bound))
 
@@ -332,9 +333,9 @@ class Trainer(TrainedModel):
         config = self._config
         if self._amid_update:
             raise TrainerError("a step failed amid its passes, and ranks have parts of its gradient: start them again")
-        self._amid_update = self._sharded
+        self._amid_update = self._ranks.count > 1
         for number, batch in enumerate(minibatch.batches, 1):
-            reduce_later(self.model, last=number == len(minibatch.batches), keep=self._keeps_gradients)
+            reduce_later(self._root, last=number == len(minibatch.batches), keep=self._keeps_gradients)
             outputs = self._outputs(batch, with_entropy=True)
             logp_N, entropy_N = outputs.logp_N, outputs.entropy_N
             if totals.tokens is not None:
@@ -360,15 +361,15 @@ class Trainer(TrainedModel):
                     totals.add_value_loss(value_loss_N.detach())
             loss = (loss_N * batch.weight_N).sum()
             # Sharding takes the mean over the ranks; the weights want the sum.
-            (loss * self._ranks.count).backward()  # type: ignore[no-untyped-call]
-            if batch.idle:
+            (loss * self._ranks.shares).backward()  # type: ignore[no-untyped-call]
+            if not self._counts(batch):
                 continue
             gap_N = (before_N - batch.behav_N).abs() if fresh else None
             # No token is sampled by version -1.
             current_N = batch.version_N == (-1 if at.version is None else at.version)
             totals.add(loss.detach(), terms, entropy_N.detach(), gap_N, current_N, kl_N, sum(batch.lengths))
             if totals.tokens is not None:
-                totals.tokens.add(batch, logp_N, entropy_N, advantage_N, terms, self._ranks.count)
+                totals.tokens.add(batch, logp_N, entropy_N, advantage_N, terms, self._ranks.shares)
         self._amid_update = False
 
     def _against_reference(self, batch: MicroBatch, logp_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

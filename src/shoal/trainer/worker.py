@@ -144,7 +144,7 @@ class TrainerProcess:
     def __init__(self, ranks: Sequence[Worker], *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
         """`timeout_s` bounds each answer; after it the trainer counts as gone."""
         self.ranks, self._timeout_s = ranks, timeout_s
-        self._packer = Packer(TrainConfig(), 1)
+        self._packer, self._per_layer = Packer(TrainConfig(), 1), 1
 
     async def start(self, model_dir: Path, config: Config, threads: int) -> None:
         """Loads the model; the ranks share the threads."""
@@ -153,7 +153,8 @@ class TrainerProcess:
         share = max(1, threads // count)
         request = StartTrainer(str(model_dir), *sections, rollout.temperature, share, rollout.max_tokens)
         budget = await self._ask(float, request)
-        self._packer = Packer(config.train, int(budget), rollout.max_tokens or 0, ranks=count)
+        self._per_layer = config.train.ranks_per_layer
+        self._packer = Packer(config.train, int(budget), rollout.max_tokens or 0, ranks=count // self._per_layer)
 
     async def step(
         self,
@@ -165,7 +166,8 @@ class TrainerProcess:
     ) -> StepStats:
         """Takes one training step, `since_push` steps after `version` was written."""
         shares, sizes = await asyncio.to_thread(self._packer.step, groups), tuple(map(len, groups))
-        return await self._ask(StepStats, *(Step(share, version, since_push, tokens_file, sizes) for share in shares))
+        steps = [Step(share, version, since_push, tokens_file, sizes) for share in shares]
+        return await self._ask(StepStats, *(step for step in steps for _ in range(self._per_layer)))
 
     async def influences(
         self, groups: Sequence[tuple[Sample, ...]], version: int, since_push: int
