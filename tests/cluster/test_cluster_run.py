@@ -22,6 +22,7 @@ def test_a_run_on_hosts_that_share_nothing_outlives_the_host_of_a_rank_and_lost_
     assert isinstance(report["recovered_s"], dict)
     assert report["recovered_s"]["rank"] > 0
     assert (report["lost"], report["doubled"], report["audit"]) == (0, 0, True)
+    assert isinstance(report["said"], list)
     engine, rewards = (
         [one for one in report["said"] if one.startswith(name)] for name in ("ray-engine-0", "ray-rewards-0")
     )
