@@ -391,6 +391,29 @@ def test_a_process_that_scores_too_few_answers_scored_none() -> None:
     assert rewards == [Reward(0.0, RewardStatus.FAILED, evidence=why)] * 2
 
 
+@pytest.mark.parametrize(
+    "scorer",
+    [
+        {"name": "function", "path": "evil.py:reward"},
+        {"name": "judge", "url": "https://evil/v1", "model": "m", "rubric": "r", "key_env": "HF_TOKEN"},
+    ],
+)
+async def test_a_task_of_another_process_names_no_function_and_no_judge(scorer: dict[str, str]) -> None:
+    class Rogue:
+        def __init__(self) -> None:
+            self.services = {"fast": Service()}
+            self.services["fast"].served.set()
+
+        async def call(self, name, job, kind, timeout_s):
+            return replace(ASKED, info=json.dumps({"scorer": scorer}))
+
+        done = staticmethod(asyncio.ensure_future)
+
+    server: Any = Rogue()
+    with pytest.raises(EnvironmentFailed, match="expected no function and no judge"):
+        await RemoteEnvironment("fast", server).drawn(Split.TRAIN, 0)
+
+
 HELLO = b'{"type":"task","name":"fast","version":"1"}'
 HOSTILE = (
     *(b"", b"{", b"[" * 5000, b"\x00", HELLO.replace(b'"1"', b"1"), HELLO.replace(b"task", b"rank")),

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.errors import ContextOverflow, EngineUnavailable, SessionError
 from shoal.gateway.answer_text import AnswerText
-from shoal.gateway.conversation import Conversation
+from shoal.gateway.conversation import Conversation, text_size
 from shoal.gateway.grammars import answer_grammar
 from shoal.gateway.token_tree import Attachment, Generation
 from shoal.interfaces import Engine, FinishedTurns, LogitRules, ModelServer, ServedToken
@@ -187,13 +187,6 @@ class SessionContext:
         if least >= self.max_model_len:
             why = f"expected at most {self.max_model_len - 1} tokens, got at least {least} in {characters} characters"
             raise ContextOverflow(f"{field}: {why}")
-
-
-def text_size(messages: tuple[Message, ...], tools: str, *, thoughts: bool = True) -> int:
-    """Characters of the messages and tools; templates leave out earlier `thoughts`."""
-    calls = sum(len(call.id + call.name + call.arguments) for message in messages for call in message.tool_calls)
-    texts = sum(len(one.content + one.tool_call_id) + thoughts * len(one.reasoning) for one in messages)
-    return len(tools) + calls + texts
 
 
 FIRST_PIECE = 64

@@ -31,6 +31,13 @@ def chain(conversation: Conversation) -> list[bytes]:
     return hashes
 
 
+def text_size(messages: tuple[Message, ...], tools: str, *, thoughts: bool = True) -> int:
+    """Characters of the messages and tools; templates leave out earlier `thoughts`."""
+    calls = sum(len(call.id + call.name + call.arguments) for message in messages for call in message.tool_calls)
+    texts = sum(len(one.content + one.tool_call_id) + thoughts * len(one.reasoning) for one in messages)
+    return len(tools) + calls + texts
+
+
 def session_name(token: str) -> str:
     """Name of a session in the ids of its answers; it does not tell the token."""
     return blake2b(token.encode(), digest_size=8).hexdigest()

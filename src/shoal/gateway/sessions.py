@@ -10,15 +10,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from shoal.errors import ContextOverflow, EngineUnavailable, SessionError
-from shoal.gateway.answer_request import (
-    Answering,
-    AnswerRequest,
-    AnswerSampler,
-    SessionContext,
-    TrainedSampler,
-    text_size,
-)
-from shoal.gateway.conversation import Conversation, minted_id, session_name
+from shoal.gateway.answer_request import Answering, AnswerRequest, AnswerSampler, SessionContext, TrainedSampler
+from shoal.gateway.conversation import Conversation, minted_id, session_name, text_size
 from shoal.gateway.token_tree import Attachment, Cause, Generation, OpenGeneration, TokenTree
 from shoal.interfaces import Engine, FinishedTurns
 from shoal.types import Message, Role, Sampling, ToolCall, seed_for

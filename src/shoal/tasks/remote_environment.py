@@ -9,7 +9,7 @@ services belong to the event loop of that thread.
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from shoal.checker import is_confined, task_spec
 from shoal.errors import ShoalError, TaskError, WorkerLost
 from shoal.interfaces import Environment, Model, Scorer
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
@@ -255,6 +256,11 @@ class RemoteEnvironment(Environment):
         task = await self._call(DrawJob(split, index), Task, DRAW_TIMEOUT_S)
         if not task.messages:
             raise EnvironmentFailed(f"expected a question at {split}/{index}, got one without messages")
+        with suppress(TaskError):  # a rollout of the task says what is wrong
+            if not is_confined(task_spec(task)):
+                raise EnvironmentFailed(
+                    "scorer: expected no function and no judge, which are the run's own; add a `score`"
+                )
         return replace(task, id=f"{self.name}/{split}/{index}", service=self.name)
 
     async def _call(self, job: DrawJob | ScoreJob, kind: type[R], timeout_s: float) -> R:
