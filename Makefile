@@ -277,8 +277,8 @@ $(COOKBOOK)/installed: | $(VENV)/dev-installed
 	@touch $@
 
 $(TITAN)/installed: | $(VENV)/dev-installed
-	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --target $(TITAN)/packages torchtitan==0.3.0 spmd_types==0.2.3 \
-		torchdata==0.11.0 torch_checkpointing==0.1.1 einops==0.8.2 tyro==1.0.17 typeguard==4.6.1 triton==3.9.0
+	$(BIN)/python -m pip install $(PIP_ARGS) --no-deps --target $(TITAN)/packages torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 \
+		triton==3.9.0
 	@touch $@
 
 # Each step leaves a stamp, so that a second call of make starts at once.
