@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 import shoal
 from shoal.errors import EngineUnavailable, RequestRefused, TaskError
+from shoal.net.client import Client
 from shoal.net.server import HANDLERS, body, decoded, guarded, serving
 from shoal.net.server import json as answer
 from until import until
@@ -186,3 +187,18 @@ async def test_one_address_holds_so_many_connections_and_no_more() -> None:
             writer.close()
             await writer.wait_closed()
         await until(lambda: is_answered(port))
+
+
+@pytest.mark.parametrize(("given", "status"), [("secret\n", 200), (" secret", 200), ("other\n", 401)])
+async def test_a_token_is_the_same_with_blanks_around_it(given: str, status: int) -> None:
+    async with served(token="secret\r\n") as port:
+        client = Client(f"http://127.0.0.1:{port}", token=given)
+        assert (await client.status("POST", "/add", Add(1)))[0] == status
+        await client.aclose()
+
+
+async def test_a_blank_token_lets_nobody_in() -> None:
+    async with served(token=" \n") as port:
+        for given in ("Bearer", "Bearer ", "Bearer  "):
+            head = f"{POST}\nauthorization: {given}"
+            assert (await sent(port, head))[0] == 401

@@ -59,8 +59,8 @@ def session(limit: int = 0) -> aiohttp.ClientSession:
 
 
 def authorization(token: str) -> dict[str, str]:
-    """Header that carries a token; empty without a token."""
-    return {"Authorization": f"Bearer {token}"} if token else {}
+    """Header that carries a token, which a file may have ended with a line; empty without a token."""
+    return {"Authorization": f"Bearer {token.strip()}"} if token else {}
 
 
 async def exchange(

@@ -166,7 +166,7 @@ class guarded:  # noqa: N801 - an ASGI middleware, used as a function
         application whose clients send a key in a header that needs a preflight.
         """
         self._app = app
-        self._token = f"Bearer {token}".encode() if token else b""
+        self._token = f"Bearer {token.strip() or token}".encode() if token else b""  # a blank token opens nothing
         self._free = frozenset(free)
         self._media_type = media_type.encode()
         given = os.environ.get(HOSTS_VARIABLE, "").split(",")
