@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.run.commands.bisect import HeldOutScore, Metric, smallest, without
+from shoal.run.commands.bisect import HeldOutScore, Metric, smallest, summed, without
 from shoal.run.policy import StepRows
 from shoal.types import Sample
 
@@ -44,9 +44,16 @@ def test_a_search_takes_few_trials_for_a_small_number_whatever_the_count(count: 
     assert len(tried) <= 2 * math.ceil(math.log2(truth)) + 1
 
 
-def test_a_muted_token_has_no_advantage_and_still_counts() -> None:
+def test_a_muted_token_or_group_has_no_advantage_and_still_counts() -> None:
     row = Sample((1, 2, 3), (0, 1, 1), (0.0, -1.0, -1.0), (-1, 0, 0), (0.0, 2.0, 2.0))
     rows = without({("g", 1, 2)}, StepRows({"g": (row, row), "h": (row,)}))
     assert [one.advantages for one in rows.of_group["g"]] == [(0.0, 2.0, 2.0), (0.0, 2.0, 0.0)]
     assert rows.of_group["g"][1].mask == row.mask
     assert rows.of_group["h"] == (row,)
+    rows = without({"h"}, rows)
+    assert rows.of_group["h"][0].advantages == (0.0, 0.0, 0.0)
+
+
+def test_harm_and_size_of_a_whole_are_sums_over_its_parts() -> None:
+    weights: dict[str, tuple[float, float]] = {"a": (1.0, 1.0), "b": (-3.0, 3.0), "c": (0.5, 2.0)}
+    assert summed(weights, {"a": 1, "b": 1, "c": 2}) == {1: (-2.0, 4.0), 2: (0.5, 2.0)}

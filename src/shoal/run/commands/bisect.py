@@ -1,12 +1,14 @@
 """`shoal bisect` finds the steps of a run, their groups and their tokens whose removal removes a damage.
 
-A trial trains the logged steps once more without a part of them, and measures the weights. A part is found when more
+A trial trains the logged steps once more with a part of them muted, and measures the weights. A part is found when more
 than half of the damage is gone without it. Three searches by doubling and halving, one after the other, find the fewest
-steps, then the fewest groups of these, then the fewest tokens of those, in the order of their harm.
+steps, then the fewest groups of these, then the fewest tokens of those. The most harmful and the largest come first.
 
-Harm is to first order. With D the score's gradient through Adam, a step raises the logprob of token t by
-g_t = -dloss/dlogp_t, clipped, so that the token's harm is -g_t <grad logp_t, D>; that of a group or a step is the sum
-over its tokens. Two updates on the held-out answers, with opposite signs, give <grad logp_t, D> as a difference.
+Harm is to first order, from the weights and moments before a step: Adam divides by moments, which a harmful step makes
+large. With D the score's gradient through Adam, a step raises the logprob of token t by g_t = -dloss/dlogp_t, clipped,
+so that the token's harm is -g_t <grad logp_t, D>; that of a group or a step is the sum over its tokens. Two
+updates on the held-out answers, with opposite signs, give <grad logp_t, D> as a difference. The sum of |g_t| is the
+size: an update that is much too large does harm even where its first order helps.
 Source: bisection over revisions (git bisect), and leaving out parts of an input (Zeller and Hildebrandt 2002, ddmin).
 """
 
@@ -17,9 +19,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from shoal.errors import RunDirError
 from shoal.experience.held_out import HeldOutAnswer, answer_files, read_answers
@@ -157,6 +160,9 @@ Token: TypeAlias = tuple[str, int, int]
 """A trained token: its group, the row in the group, the index in the row."""
 Part = TypeVar("Part", bound=int | str | Token)
 """A step, a group by its id, or a token."""
+Weight: TypeAlias = tuple[float, float]
+"""Harm and size of a part."""
+NOTHING = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,42 +264,38 @@ class Bisection:
         }
         await self.replay.keep_after(min(touched) - 1)
         for record in self.replay.logged.between(min(touched), self.bad):
-            kept = None
-            if record.step in touched:
-                logged = [] if record.step in parts else self.replay.logged.groups(record.step)
-                kept = [group for group in logged if group.id not in parts]
-            await self.replay.take(record, kept, change=partial(without, parts))
+            groups = self.replay.logged.groups(record.step) if record.step in touched else None
+            muted = parts | {group.id for group in groups or () if record.step in parts}
+            await self.replay.take(record, groups, change=partial(without, muted))
         return self._note(f"without {left_out}", await self.measured())
 
     async def culprit(self, renderer: ChatRenderer) -> Culprit:
         """Searches steps, groups and tokens. Raises `RunDirError` without a damage."""
         await self.measure_ends()
-        harms, places, texts = await self.harms(), list[Token](), dict[str, list[str]]()
-        of_group = dict.fromkeys(self.step_of, 0.0)
-        for (name, _, _), harm in harms.items():
-            of_group[name] += harm
-        of_step = dict.fromkeys(range(self.good + 1, self.bad + 1), 0.0)
-        for name, harm in of_group.items():
-            of_step[self.step_of[name]] += harm
+        weights, places, texts = await self.weights(), list[Token](), dict[str, list[str]]()
+        of_group = dict.fromkeys(self.step_of, NOTHING) | summed(weights, {token: token[0] for token in weights})
+        of_step = dict.fromkeys(range(self.good + 1, self.bad + 1), NOTHING) | summed(of_group, self.step_of)
         steps = sorted(await self.fewest(of_step, "steps"))
-        of_group = {name: harm for name, harm in of_group.items() if self.step_of[name] in steps}
+        of_group = {name: weight for name, weight in of_group.items() if self.step_of[name] in steps}
         named = await self.fewest(of_group, "groups")
-        harms = {token: harm for token, harm in harms.items() if token[0] in named}
+        weights = {token: weight for token, weight in weights.items() if token[0] in named}
         if len(named) < len(of_group):
-            places = await self.fewest(harms, "tokens")
+            places = await self.fewest(weights, "tokens")
         groups = [group for step in steps for group in self.replay.logged.groups(step) if group.id in named]
         for name, row, at in places:
             ids = (await self._rows(self.step_of[name]))[name][row].tokens
             texts.setdefault(name, []).append(renderer.text([ids[at]]))
-        ends, counts = (self.good, self.bad), (len(of_group), len(harms))
+        ends, counts = (self.good, self.bad), (len(of_group), len(weights))
         return Culprit(self.score.metric, ends, self.scores, steps, groups, places, counts, texts, tuple(self.trials))
 
-    async def fewest(self, harms: Mapping[Part, float], name: str) -> list[Part]:
-        """The fewest parts, in the order of their harm, without which the damage is gone; it is without all.
+    async def fewest(self, weights: Mapping[Part, Weight], name: str) -> list[Part]:
+        """The fewest parts, in the order of their weight, without which the damage is gone; it is without all.
 
-        The last of them may be enough alone: with one fewer the damage is there.
+        The most harmful and the largest take turns. The last of them may be enough alone: with one fewer the damage is
+        there.
         """
-        ranked = sorted(harms, key=lambda one: -harms[one])
+        orders = [sorted(weights, key=lambda one: -weights[one][by]) for by in (0, 1)]
+        ranked = [*dict.fromkeys(chain.from_iterable(zip(*orders, strict=True)))]
 
         async def without_some(some: Sequence[Part]) -> bool:
             numbers = ", ".join(str(one + 1) for one in some if isinstance(one, int))
@@ -308,18 +310,14 @@ class Bisection:
             return ranked[count - 1 : count]
         return ranked[:count]
 
-    async def harms(self) -> dict[Token, float]:
-        """Harm of each trained token after the good step, to first order, from one replay of all steps."""
-        replay, found = self.replay, dict[Token, float]()
+    async def weights(self) -> dict[Token, Weight]:
+        """Weight of each trained token after the good step, from one replay of all steps."""
+        replay, found = self.replay, dict[Token, Weight]()
         config, state = replay.steps.config.train, replay.folder / "state"
         await replay.go_after(self.good)
         for record in replay.logged.between(self.good + 1, self.bad):
             of_group = await self._rows(record.step)
             self.step_of |= dict.fromkeys(of_group, record.step)
-            file = TokensFile(str(replay.folder / "tokens.safetensors"), tuple(of_group))
-            stats = await replay.take(record, tokens_file=file)
-            gradients = await asyncio.to_thread(numbers_by_row, Path(file.path), "gradient_N")
-            clip = min(1.0, (config.max_grad_norm or math.inf) / max(stats.grad_norm if stats else 0.0, 1e-30))
             state.mkdir()
             await replay.trainer.save(state)
             answers, moved = await self._logprobs(self.score.rows), []
@@ -329,10 +327,15 @@ class Bisection:
                 moved.append(await self._logprobs([row.tokens for _, _, row in flat]))
                 await replay.trainer.load(state)
             await asyncio.to_thread(shutil.rmtree, state)
+            file = TokensFile(str(replay.folder / "tokens.safetensors"), tuple(of_group))
+            stats = await replay.take(record, tokens_file=file)
+            gradients = await asyncio.to_thread(numbers_by_row, Path(file.path), "gradient_N")
+            clip = min(1.0, (config.max_grad_norm or math.inf) / max(stats.grad_norm if stats else 0.0, 1e-30))
             for at, ((name, i, row), up, down) in enumerate(zip(flat, *moved, strict=True)):
                 places = [place for place, m in enumerate(row.mask) if m] if at in gradients else []
                 for place, gradient in zip(places, gradients.get(at, ()), strict=True):
-                    found[name, i, place] = -gradient * clip * (up[place - 1] - down[place - 1])
+                    size = gradient * clip
+                    found[name, i, place] = -size * (up[place - 1] - down[place - 1]), abs(size)
         return found
 
     async def _rows(self, step: int) -> dict[str, tuple[Sample, ...]]:
@@ -345,15 +348,23 @@ class Bisection:
 
 
 def without(parts: Set[int | str | Token], rows: StepRows) -> StepRows:
-    """Rows in which some tokens have no advantage; they still count in the loss's denominator."""
-    found = {
-        name: tuple(
-            replace(row, advantages=tuple(0.0 if (name, i, at) in parts else a for at, a in enumerate(row.advantages)))
-            for i, row in enumerate(some)
-        )
-        for name, some in rows.of_group.items()
-    }
+    """Rows in which some groups and tokens have no advantage; they still count in the loss's denominator."""
+
+    def muted(name: str, i: int, row: Sample) -> Sample:
+        kept = (name not in parts and (name, i, at) not in parts for at in range(len(row.tokens)))
+        return replace(row, advantages=tuple(a if keep else 0.0 for a, keep in zip(row.advantages, kept, strict=True)))
+
+    found = {name: tuple(muted(name, i, row) for i, row in enumerate(some)) for name, some in rows.of_group.items()}
     return replace(rows, of_group=found)
+
+
+def summed(weights: Mapping[Token, Weight] | Mapping[str, Weight], whole: Mapping[Any, Part]) -> dict[Part, Weight]:
+    """Weights of wholes, of which `whole` names that of each part."""
+    found = dict[Part, Weight]()
+    for part, (harm, size) in weights.items():
+        others = found.get(whole[part], NOTHING)
+        found[whole[part]] = others[0] + harm, others[1] + size
+    return found
 
 
 async def smallest(count: int, cures: Callable[[int], Awaitable[bool]]) -> int:
