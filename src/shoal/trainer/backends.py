@@ -67,7 +67,10 @@ def torchtitan(
     try:
         from shoal.trainer import titan
     except ImportError as error:
-        raise ConfigError(f"train.backend: expected 'sharded' without torchtitan 0.3.0 here: {error}") from None
+        raise ConfigError(
+            f"train.backend: expected 'sharded' without torchtitan 0.3.0 here: {error}; pip install --no-deps "
+            "torchtitan==0.3.0 spmd_types==0.2.3 tyro==1.0.17 triton"
+        ) from None
     trained, root, forward = titan.started(path, model, ranks, device, files)
     return Started(trained, None, root, forward)
 
