@@ -127,7 +127,12 @@ def fork(tree: Tree, kind: ForkKind | None = None, *, packages: tuple[Path, ...]
         (folder / "upper").mkdir()
     else:
         own = folder / "tree"
-        if len(tree.layers) > 1 or not _copied(tree.layers[0], own, "always" if kind is ForkKind.REFLINK else "never"):
+        if len(tree.layers) > 1:
+            remove_tree(str(folder))
+            raise TaskError(
+                f"workspace {tree.digest[:16]}: its layers need overlayfs, this machine forks by {kind.value}"
+            )
+        if not _copied(tree.layers[0], own, "always" if kind is ForkKind.REFLINK else "never"):
             remove_tree(str(folder))
             raise TaskError(f"workspace {tree.digest[:16]}: its files could not be copied by {kind.value}")
     return Workspace(tree, folder, kind, packages)
