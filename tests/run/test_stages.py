@@ -154,8 +154,8 @@ def test_a_resumed_stage_gets_the_weights_of_one_that_never_ended(tiny_model_dir
     part = config_of(tiny_model_dir, tmp_path / "part", loss="positive_only", steps=3, groups_per_step=5)
     run_supervised(part, data)
     run_supervised(whole.model_copy(update={"run_dir": part.run_dir}), data, resume=True)
-    whole = load_file(tmp_path / "whole" / "model" / "model.safetensors")
-    assert_same(tmp_path / "part", {name: (tensor, torch.ones_like(tensor)) for name, tensor in whole.items()})
+    weights = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    assert_same(tmp_path / "part", {name: (tensor, torch.ones_like(tensor)) for name, tensor in weights.items()})
 
 
 def test_a_stage_begins_with_the_model_of_the_stage_before(tiny_model_dir: Path, tmp_path: Path) -> None:
