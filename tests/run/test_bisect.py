@@ -2,12 +2,15 @@
 
 import asyncio
 import math
+from collections.abc import Set
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.run.commands.bisect import HeldOutScore, Metric, smallest, summed, without
+from shoal.run.commands.bisect import Bisection, HeldOutScore, Metric, ReplayTrial, smallest, summed, without
+from shoal.run.commands.replay import Replay
 from shoal.run.policy import StepRows
 from shoal.types import Sample
 
@@ -57,3 +60,18 @@ def test_a_muted_token_or_group_has_no_advantage_and_still_counts() -> None:
 def test_harm_and_size_of_a_whole_are_sums_over_its_parts() -> None:
     weights: dict[str, tuple[float, float]] = {"a": (1.0, 1.0), "b": (-3.0, 3.0), "c": (0.5, 2.0)}
     assert summed(weights, {"a": 1, "b": 1, "c": 2}) == {1: (-2.0, 4.0), 2: (0.5, 2.0)}
+
+
+class Known(Bisection):
+    """A search whose trials are cured without step 7."""
+
+    async def cured(self, left_out: str, parts: Set[int | str | tuple[str, int, int]]) -> bool:
+        self.trials.append(ReplayTrial(len(self.trials) + 1, left_out, 0.0, 7 in parts))
+        return 7 in parts
+
+
+def test_the_largest_step_is_tried_early_though_it_helps_to_first_order() -> None:
+    search = Known(cast(Replay, None), SCORE, 0, 16, str)
+    weights = {step: (1.0 / step, 1.0) for step in range(1, 16)} | {7: (-1.0, 100.0)}
+    assert asyncio.run(search.fewest(weights, "steps")) == [7]
+    assert len(search.trials) == 3
