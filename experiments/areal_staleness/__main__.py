@@ -33,9 +33,11 @@ def main(arguments: list[str]) -> None:
     def measure(key: str) -> Record:
         *regime, eta, objective, seed = key.split("/")
         settings = [*(QUICK if grid.quick else ()), f"seed={seed}"]
+        run = plan["run"]
         for name in regime:
             settings += plan["regimes"][name]["settings"]
-        run = {**plan["run"], "train": {**plan["run"]["train"], "loss": losses[objective]}}
+            run = plan["regimes"][name].get("run", run)
+        run = {**run, "train": {**run["train"], "loss": losses[objective]}}
         config = parse(run, settings)
         with prepare(config) as prepared:
             course = Driver(config, prepared, float(eta)).course()

@@ -5,6 +5,7 @@ one seed see the same questions in the same order, as many answers, and take as 
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from shoal.engine.compute.step_engine import StepEngine
 from shoal.engine.compute.weight_loading import StagedWeights
 from shoal.interfaces import Environment
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.loading import load_model
+from shoal.model.loading import DTYPES, load_model
 from shoal.run.prepare import Prepared
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.messages import StepStats
@@ -96,7 +97,9 @@ class Driver:
         )
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self._trainer.tensors().items()}
+        """As the engine computes with them."""
+        dtype = DTYPES[self._config.model.dtype]
+        return {name: tensor.to(dtype, copy=True) for name, tensor in self._trainer.tensors().items()}
 
     def _serve(self, weights: dict[str, Tensor]) -> None:
         """Has the engine draw with these weights."""
@@ -143,8 +146,9 @@ class Driver:
         assert task.answer is not None
         assert draft.finish_reason is not None
         ids = tuple(draft.sampled)
-        # What reasoning-gym's scorer of spell_backward gives full marks for.
-        correct = self._renderer.text(ids).strip().lower() == task.answer.lower()
+        text = self._renderer.text(ids).strip().lower()
+        # Full marks of reasoning-gym's scorer of spell_backward; of a sum the last number counts.
+        correct = (re.findall(r"\d+", text) or [text])[-1] == task.answer.lower()
         # The engine counts updates, which come for evaluations too; the version is that of the training run.
         completion = Completion(ids, tuple(draft.logprobs), (version,) * len(ids), draft.finish_reason)
         turn = Turn(tuple(request.prompt_ids), completion)
