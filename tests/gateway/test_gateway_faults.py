@@ -15,6 +15,7 @@ from benchmarks.echo import CONTEXT, tokenizer
 from shoal.engine.server.http_client import HttpEngine
 from shoal.gateway.server import Gateway
 from shoal.model.chat_template import ChatRenderer
+from shoal.net.listening import free_port
 from shoal.net.server import serving
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout
@@ -58,8 +59,8 @@ async def test_an_engine_killed_mid_answer_is_reported_and_its_successor_answers
         (row,) = rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0)
         assert sum(row.mask) == len(session.tree.generations[0].completion.token_ids) > 0
 
-    with engine_process(0, 30.0) as (dying, engine_url):
-        port = int(engine_url.rpartition(":")[2])
+    port = free_port()
+    with engine_process(port, 30.0) as (dying, engine_url):
         async with aclosing(HttpEngine(engine_url)) as engine:
             gateway = Gateway(engine, ChatRenderer(made, (made.eos_token_id,)), max_model_len=CONTEXT)
             async with serving(gateway.app, grace_s=1) as url:

@@ -1,11 +1,12 @@
 """Where servers listen."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.net.listening import listening_socket, url_of
+from shoal.net.listening import free_port, listening_socket, url_of
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
@@ -34,3 +35,12 @@ def test_a_host_that_is_not_this_machine_s_and_a_port_that_is_taken_are_told_apa
             listening_socket(host, 0)
     with listening_socket("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="port: expected a free one"):
         listening_socket("127.0.0.1", taken.getsockname()[1])
+
+
+def test_a_free_port_is_none_that_the_system_gives_to_a_program_that_asks_for_any() -> None:
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for _ in range(20):
+        port = free_port()
+        assert port < lowest
+        with listening_socket("127.0.0.1", port):
+            assert free_port() != port

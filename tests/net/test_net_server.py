@@ -33,7 +33,7 @@ class Add(msgspec.Struct):
 
 
 async def add(http: Request) -> Response:
-    asked = decoded(await body(http, MOST_BYTES, timeout_s=0.2), Add)
+    asked = decoded(await body(http, MOST_BYTES, timeout_s=http.app.state.timeout_s), Add)
     return answer(asked.a + asked.b)
 
 
@@ -48,12 +48,13 @@ async def fails(http: Request) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def served(*, token: str = "", per_address: int = 64) -> AsyncIterator[int]:
-    """The port of a server whose headers have 0.2 s."""
+async def served(*, token: str = "", per_address: int = 64, timeout_s: float = 60.0) -> AsyncIterator[int]:
+    """The port of a server whose headers and bodies have so many seconds."""
     routes = [Route("/add", add, methods=["POST"]), Route("/who", who), Route("/fails/{kind}", fails)]
     guard = Middleware(guarded, token=token, free=("/who",))
     app = Starlette(routes=routes, middleware=[guard], exception_handlers=HANDLERS)
-    async with serving(app, grace_s=1, per_address=per_address, headers_timeout_s=0.2) as url:
+    app.state.timeout_s = timeout_s
+    async with serving(app, grace_s=1, per_address=per_address, headers_timeout_s=timeout_s) as url:
         yield int(url.rpartition(":")[2])
 
 
@@ -134,12 +135,12 @@ async def test_with_a_token_only_who_sends_it_is_answered_by_whatever_name() -> 
     ids=["nothing", "empty lines", "half a line", "no end", "endless headers"],
 )
 async def test_half_a_request_is_not_waited_for(half: str) -> None:
-    async with served() as port:
+    async with served(timeout_s=0.2) as port:
         assert await sent(port, half, whole=False) == (0, None)
 
 
 async def test_half_a_second_request_is_not_waited_for_either() -> None:
-    async with served() as port:
+    async with served(timeout_s=0.2) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /who HTTP/1.1\r\nhost: localhost\r\n\r\n")
         await reader.readuntil(b'"127.0.0.1"')
@@ -151,7 +152,7 @@ async def test_half_a_second_request_is_not_waited_for_either() -> None:
 
 
 async def test_half_a_body_is_refused_in_time() -> None:
-    async with served() as port:
+    async with served(timeout_s=0.2) as port:
         head = POST.replace("\n", "\r\n") + "\r\nconnection: close\r\ncontent-length: 100\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + b'{"a"')

@@ -115,7 +115,7 @@ def test_an_agent_that_crashes_hangs_or_never_asks_gives_a_failed_rollout_with_i
         wait_for_the_cancelled: "agent: cancelled from inside",
     }
     for agent, reason in reasons.items():
-        (rollout,) = played(function_play(agent), timeout_s=1.5)
+        (rollout,) = played(function_play(agent), timeout_s=1.5 if agent is hang else 60)
         assert rollout.status is RolloutStatus.FAILED
         assert rollout.reason.startswith(reason)
 
@@ -195,7 +195,8 @@ async def overflow_and_hang(task: Task, client: openai.AsyncOpenAI) -> None:
     ],
 )
 def test_what_fails_after_a_full_context_is_a_failure_with_its_own_reason(agent: Any, reason: str) -> None:
-    (rollout,) = played(function_play(agent), max_model_len=400, timeout_s=1.5)
+    timeout_s = 1.5 if agent is overflow_and_hang else 60
+    (rollout,) = played(function_play(agent), max_model_len=400, timeout_s=timeout_s)
     assert (rollout.status, rollout.reward.status) == (RolloutStatus.FAILED, "failed")
     assert rollout.reason.startswith(reason)
 
@@ -357,7 +358,7 @@ def test_a_command_finds_the_session_in_its_environment_and_writes_its_outcome_t
         "import time; time.sleep(60)": (failed, 0.0, "deadline: "),
     }
     for end, (status, value, reason) in ends.items():
-        (rollout,) = played(command(ASK + end), timeout_s=4.0 if "sleep" in end else 60.0)
+        (rollout,) = played(command(ASK + end), timeout_s=10.0 if "sleep" in end else 60.0)
         assert (rollout.status, rollout.reward.value) == (status, value), rollout.reason
         assert rollout.reason.startswith(reason)
         assert len(rollout.turns) == 1

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ from experiments.balance import __main__ as experiment
 from experiments.balance.__main__ import described, draw
 from shoal.config import load
 from shoal.experience.audit import audit
+from shoal.net.listening import free_port
 from shoal.observe.status import status
 
 HERE = Path(__file__).parents[1].joinpath("support")
@@ -43,11 +43,6 @@ every_steps = 0
 """
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.2", 0)) as listening:
-        return int(listening.getsockname()[1])
-
-
 def shoal(*arguments: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         [sys.executable, "-m", "shoal.cli", *arguments], cwd=HERE, stdout=subprocess.PIPE, text=True
@@ -58,7 +53,7 @@ def shoal(*arguments: str) -> "subprocess.Popen[str]":
 def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Path:
     """Of a run whose served task was killed after the first step, and served again."""
     folder = tmp_path_factory.mktemp("services")
-    config, port, run_dir = folder / "config.toml", free_port(), folder / "run"
+    config, port, run_dir = folder / "config.toml", free_port("127.0.0.2"), folder / "run"
     config.write_text(CONFIG.format(model=tiny_model_dir, port=port, steps=STEPS))
     serve = ("task", "serve", "service_tasks:Fast", "--orchestrator", f"http://127.0.0.2:{port}")
     with shoal(*serve) as first, shoal("train", str(config), f"--run_dir={run_dir}", "--json") as run:

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.net.listening import free_port
+
 KEYS = ("tml-first", "tml-second")
 WAIT_S = 120
 
@@ -48,7 +50,7 @@ class TinkerServer:
 @contextmanager
 def tinker_serving(model: Path, folder: Path, *arguments: str, name: str = "tiny") -> Iterator[TinkerServer]:
     """Serves one model under a name."""
-    process, url = _started(f"{name}={model}", folder, 0, arguments)
+    process, url = _started(f"{name}={model}", folder, free_port(), arguments)
     server = TinkerServer(process, url, folder, f"{name}={model}", arguments)
     try:
         yield server

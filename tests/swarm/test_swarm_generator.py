@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import random
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig, parse
 from shoal.errors import ConfigError, EngineUnavailable, RequestRefused, ShoalError
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
+from shoal.net.listening import free_port
 from shoal.reward.service import RewardService
 from shoal.run.commands.swarm import answerer_of
 from shoal.run.standstill import waits
@@ -231,9 +231,7 @@ def shared(hub: MemorySwarm) -> list[Offer]:
 
 
 def test_a_generator_that_is_to_end_and_whose_model_cannot_be_reached_ends_with_the_reason(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        nowhere = f"http://127.0.0.1:{probe.getsockname()[1]}/v1"
+    nowhere = f"http://127.0.0.1:{free_port()}/v1"
 
     async def main() -> None:
         async with ChatModel(nowhere, "frozen") as model:

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import nkeys
 import pytest
-from test_swarm_exchange import collected, free_port, published, with_server
+from test_swarm_exchange import collected, published, with_server
 
 from shoal.errors import ConfigError
 from shoal.interfaces import Exchange
-from shoal.net.listening import listening_socket
+from shoal.net.listening import free_port, listening_socket
 from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
 from shoal.swarm.wire.server import NatsServer, ServerOptions, server_config

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -27,6 +26,7 @@ from shoal.config import Config, TaskConfig
 from shoal.errors import ConfigError, TaskError, WorkerLost
 from shoal.interfaces import Environment
 from shoal.net.joining import JOIN, NUMBER
+from shoal.net.listening import free_port
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.tasks.library import library_of, written
 from shoal.tasks.remote_environment import NO_PROCESS, RemoteEnvironment, Service, ServiceLate, TaskServer
@@ -252,9 +252,7 @@ def test_the_library_of_a_configuration_waits_for_workers_at_its_address() -> No
         serving.cancel()
         await asyncio.wait([serving])
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    asyncio.run(main(port))
+    asyncio.run(main(free_port()))
 
 
 def test_a_worker_says_once_that_it_waits_for_a_run_and_then_that_it_joined_it() -> None:
@@ -265,6 +263,7 @@ def test_a_worker_says_once_that_it_waits_for_a_run_and_then_that_it_joined_it()
         await until(lambda: bool(heard))
         config = Config.model_validate({"tasks": [{"name": "fast", "service": "remote", "path": f"127.0.0.1:{port}"}]})
         library = await asyncio.to_thread(library_of, config)
+        await until(lambda: len(heard) > 1)  # its greeting may come after the library has it
         waits, joined = heard
         assert waits.startswith(f"waiting for a run at {worker.url}: Connect call failed")
         assert joined == f"joined {worker.url} as task-joined-1"
@@ -272,9 +271,7 @@ def test_a_worker_says_once_that_it_waits_for_a_run_and_then_that_it_joined_it()
         serving.cancel()
         await asyncio.wait([serving])
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    asyncio.run(main(port))
+    asyncio.run(main(free_port()))
 
 
 def test_a_process_that_is_stopped_loses_its_jobs() -> None:

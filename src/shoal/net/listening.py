@@ -5,6 +5,8 @@ import ipaddress
 import os
 import socket
 import ssl
+from contextlib import suppress
+from random import SystemRandom
 from typing import TypedDict
 from urllib.parse import urlsplit
 
@@ -14,6 +16,8 @@ from shoal.errors import ConfigError
 
 CERTIFICATE_VARIABLE, KEY_VARIABLE = "SHOAL_TLS_CERT", "SHOAL_TLS_KEY"
 """Names of the environment variables with the PEM files of this host's certificate and its key."""
+UNASKED_PORTS = range(20_000, 30_000)
+"""Ports below those of Kubernetes' nodes, and below those that systems give to programs without a choice."""
 
 
 class TLSFiles(TypedDict, total=False):
@@ -97,6 +101,9 @@ def interface_towards(url: str) -> str:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A port of this machine that is free now."""
+    """A port of this machine that is free now, and that no program gets that asks for any port."""
+    for port in SystemRandom().sample(UNASKED_PORTS, 16):
+        with suppress(OSError), socket.create_server((host, port)):
+            return port
     with socket.create_server((host, 0)) as listening:
         return int(listening.getsockname()[1])
