@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,13 @@ async def test_a_caller_that_is_cancelled_while_it_waits_ends_nothing(tiny_model
         body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 60}}
         drawing = asyncio.create_task(asked(server, "/inference/v1/generate", body=body))
         await until(lambda: engine.info().waiting == 1)
+        held = threading.Event()
+        server._thread.call(held.wait)  # so that it takes both pauses before its next step
         waiting = asyncio.create_task(asked(server, "/pause", "mode=wait"))
-        await asked(server, "/pause", "mode=keep")  # so that what the other waits for does not come
+        keeping = asyncio.create_task(asked(server, "/pause", "mode=keep"))  # what the other waits for does not come
+        await asyncio.sleep(0)
+        held.set()
+        await keeping
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -113,10 +119,11 @@ def test_weights_that_wait_for_answers_that_stand_still_cost_no_steps(tiny_model
     engine, call = stepped.engine, stepped.thread.call
     weights = engine.slots.staged(1, tiny_model_dir, None)
     request = Request(PROMPT, Sampling(60))
+    engine.submit(request)
+    for _ in range(3):
+        engine.step()
+    engine.pause(PauseMode.KEEP)
     stepped.thread.start()
-    call(lambda: engine.submit(request)).result(10)
-    asyncio.run(until(lambda: stepped.steps > 2))
-    call(lambda: engine.pause(PauseMode.KEEP)).result(10)
     served = call(lambda: engine.update(weights)).result(10)
     steps = stepped.steps
     for _ in range(10):  # after each call the thread steps unless it has nothing to do
