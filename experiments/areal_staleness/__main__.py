@@ -36,8 +36,7 @@ def main(arguments: list[str]) -> None:
         run = plan["run"]
         for name in regime:
             settings += plan["regimes"][name]["settings"]
-            if other := plan["regimes"][name].get("run"):
-                run = plan["runs"][other]
+            run = plan["regimes"][name].get("run", run)
         run = {**run, "train": {**run["train"], "loss": losses[objective]}}
         config = parse(run, settings)
         with prepare(config) as prepared:

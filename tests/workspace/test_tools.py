@@ -1,13 +1,13 @@
 """Tools run inside of the workspace, say what went wrong, and are the same through MCP."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from shoal.environments.trl import tools_json
 from shoal.errors import TaskError
-from shoal.sandbox.program import ProgramLimits
-from shoal.workspace.fork import fork
+from shoal.workspace.fork import LIMITS, fork
 from shoal.workspace.task import apply, patched
 from shoal.workspace.tools import Tools, server
 from shoal.workspace.tree import Tree
@@ -17,7 +17,7 @@ pytest_plugins = ("small_workspaces",)
 
 async def test_tools_read_edit_and_run_and_say_what_went_wrong(tree: Tree) -> None:
     with fork(tree) as workspace:
-        tools = Tools(workspace, ProgramLimits(wall_s=2.0, memory_bytes=1 << 30, processes=64), 200)
+        tools, hasty = Tools(workspace, LIMITS, 200), Tools(workspace, replace(LIMITS, wall_s=2.0))
         assert await tools.read(".") == "sums.py\ntests/\n"
         assert await tools.read("sums.py", 2) == "     2\t    return a - b\n     3\t\n"
         assert await tools.edit("sums.py", "a - b", "a + b") == "sums.py was written\n"
@@ -27,7 +27,7 @@ async def test_tools_read_edit_and_run_and_say_what_went_wrong(tree: Tree) -> No
         assert await tools.python("import sums; print(sums.add(1, 2))") == "3\n"
         assert await tools.bash("cd new; false") == "[exit code 1]"
         assert await tools.bash("cat file") == "text"
-        assert "longer than 2 s" in await tools.bash("sleep 60")
+        assert "longer than 2 s" in await hasty.bash("sleep 60")
         long = await tools.bash("printf 'x%.0s' {1..1000}")
         assert "[800 characters left out]" in long
         await tools.bash("cd /workspace; rm sums.py; ln -s /etc/shadow sums.py; mkfifo pipe")
