@@ -36,7 +36,8 @@ def main(arguments: list[str]) -> None:
         run = plan["run"]
         for name in regime:
             settings += plan["regimes"][name]["settings"]
-            run = plan["regimes"][name].get("run", run)
+            if other := plan["regimes"][name].get("run"):
+                run = plan["runs"][other]
         run = {**run, "train": {**run["train"], "loss": losses[objective]}}
         config = parse(run, settings)
         with prepare(config) as prepared:

@@ -1,6 +1,7 @@
 """The judge: committed questions, signed answers, grades, the leaderboard, what it refuses. Real draws, real HTTP."""
 
 import asyncio
+import contextlib
 import json
 import math
 import random
@@ -365,6 +366,25 @@ async def crowded(judge: Judge) -> bytes:
     for _ in range(31):
         await challenged(judge, Identity.fresh())
     raise AssertionError("expected a limit")
+
+
+async def test_a_key_that_never_answers_costs_no_other_newcomer_a_challenge(judge: Judge, clock: Clock) -> None:
+    silent = Identity.fresh()
+    for _ in range(5):
+        clock.now_s += 0.5
+        for _ in range(400):
+            with contextlib.suppress(Refused):
+                judge._admit(silent.peer_id)
+        await challenged(judge, Identity.fresh())
+
+
+def test_each_challenge_lowers_what_a_score_proves(store: JudgeStore) -> None:
+    """Else a key would ask until its newest ones are lucky."""
+    for name, count in (("few", 10), ("many", 100)):
+        kept(store, name, "m", [0.6] * count)
+    few, many = store.standings(1e9)
+    assert (few.peer_id, many.peer_id, few.score) == ("few", "many", many.score)
+    assert many.at_least < few.at_least
 
 
 def asked_of(judge: Judge, peer_id: str = HERE.peer_id, late_s: float = 0.0) -> Awaitable[bytes]:

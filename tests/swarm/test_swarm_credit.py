@@ -9,6 +9,7 @@ from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.swarm.strategy.choice import LIKELY, external_rows
 from shoal.swarm.trust.encoding import encode_offer
+from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.offer import AskedFor, Course, OfferedRollout, OfferedTurn
 from shoal.types import Message, Role, Sample, Task
 
@@ -52,3 +53,17 @@ def test_the_end_of_an_answer_is_decided_by_its_room_and_not_by_what_its_author_
         assert trained[0] == trained[1]
         ids = trained[0][-1].completion.token_ids
         assert (ids[-1:] == renderer.stop_token_ids[:1]) == (len(ids) == long + 1) == (room > long)
+
+
+@pytest.mark.parametrize("conversation", [False, True])
+@pytest.mark.parametrize(("row", "answer"), [(512, 8), (64, 512), (512, 512)])
+def test_what_is_longer_than_an_own_answer_or_row_is_refused(conversation: bool, row: int, answer: int) -> None:
+    renderer, task = renderer_of(ANSWERING["qwen3"]), Task("t", "s", (Message(Role.USER, "2 + 2"),))
+    course = Course((AskedFor(task.messages),)) if conversation else Course()
+    for text in ("4", "and " * 60, "and " * 200):
+        turns = (OfferedTurn(Role.ASSISTANT, text, sampled=True),) if conversation else ()
+        rollout = OfferedRollout("" if conversation else text, True, turns)
+        encoded, refused = encode_offer([(rollout, course)], task, renderer, row, answer)
+        (whole,) = encode_offer([(rollout, course)], task, renderer, 10_000, 10_000)[0].kept
+        fits = len(whole.rows[0]) <= row and len(whole.turns[0].completion.token_ids) - 1 <= answer
+        assert (len(encoded.kept), refused[Reason.TOO_LONG]) == (fits, not fits)
