@@ -130,13 +130,14 @@ def test_over_the_bound_on_tokens_the_longest_idle_sessions_go_and_a_busy_one_st
         for url in urls[1:]:
             clock.now_s += 1
             await posted(http, url, ASK)
-        one.engine.delay_s = 0.3
+        one.engine.gate.clear()
         busy = asyncio.create_task(posted(http, urls[1], ASK))
         await until(lambda: len(one.engine.received) == 12)
         held = [session.tokens_held for session in sessions]
         one.gateway.sessions.bounds = SessionBounds(tokens=sum(held) - 1)
         await one.gateway.sessions.evict()
         assert [bool(session.ended) for session in sessions] == [True, False, True, *[False] * 9]
+        one.engine.gate.set()
         assert (await busy)[0] == 200
         status, body = await posted(http, urls[2], ASK)
         assert status == 410
@@ -207,9 +208,12 @@ def test_a_client_that_disappears_leaves_one_trained_branch(stream: bool) -> Non
     async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
         session = one.gateway.sessions.open()
         url = f"{one.url}/s/{session.token}/v1/chat/completions"
+        one.engine.gate.clear()
         gone = asyncio.create_task(posted(http, url, {**ASK, "stream": stream}))
         await until(lambda: bool(one.engine.received))
         gone.cancel()
+        await asyncio.sleep(0.1)  # in which the gateway hears of it
+        one.engine.gate.set()
         await until(lambda: bool(session.tree.generations))
         await asyncio.sleep(0.1)  # in which it could be delivered
         (lost,) = session.tree.generations
@@ -223,7 +227,7 @@ def test_a_client_that_disappears_leaves_one_trained_branch(stream: bool) -> Non
         trained = sum(sum(row.mask) for row in rows(Rollout("r", (), session.tree.turns(), Reward(1.0)), 1.0))
         assert trained == sum(len(completion.token_ids) for completion in kept)
 
-    run(scenario, "lost", "told", delay_s=0.2)
+    run(scenario, "lost", "told")
 
 
 def test_sub_agents_and_a_compacted_history_are_rows_of_one_session() -> None:

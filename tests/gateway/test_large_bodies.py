@@ -11,8 +11,8 @@ import pytest
 from gateway_engine import Served, served
 
 SIZE = 8 * 1024 * 1024
-LONGEST_WAIT_S = 2.0
-"""Twenty times the worst wait on two quiet cores (0.1 s), since tests share their cores."""
+LONGEST_WAIT_S = 0.1
+"""Processor time of this process meanwhile, four times the worst; that of other processes says nothing of a server."""
 
 
 def filled(head: str, one: str, tail: str, most: int = SIZE) -> bytes:
@@ -83,13 +83,13 @@ def test_a_large_body_of_one_client_hardly_delays_another(kind: str) -> None:
 
     async def asking(one: Served, http: aiohttp.ClientSession) -> None:
         while True:
-            before_s = time.perf_counter()
+            before_s = time.process_time()
             try:
                 await asyncio.sleep(0)
                 async with http.get(f"{one.url}/health") as answer:
                     assert answer.status == 200
             finally:
-                waits.append(time.perf_counter() - before_s)  # of a request that the end cancels, too
+                waits.append(time.process_time() - before_s)  # of a request that the end cancels, too
 
     async def scenario() -> None:
         async with (

@@ -27,7 +27,7 @@ def test_beyond_loopback_serve_wants_its_key_of_every_client(tiny_model_dir: Pat
                 stranger.models.list()
         finally:
             served.send_signal(signal.SIGINT)
-        assert served.wait(timeout=20) == 0
+        assert served.wait(timeout=60) == 0
 
 
 def test_serve_says_what_is_wrong_with_a_model() -> None:

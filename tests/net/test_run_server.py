@@ -103,7 +103,7 @@ async def test_a_role_that_comes_and_goes_while_the_run_s_event_loop_is_busy_is_
 
 
 async def test_a_role_that_neither_reads_nor_answers_pings_is_lost() -> None:
-    uses, server = Uses(), RunServer(lease_s=0.5)
+    uses, server = Uses(), RunServer(lease_s=2.0)
     async with stopped(server):
         server.open(Role, uses.use)
         async with connected(server.url) as (client, _, writer):

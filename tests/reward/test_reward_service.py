@@ -155,7 +155,11 @@ def functions(tmp_path: Path) -> Iterator[None]:
 def test_a_users_function_is_called_as_trl_calls_it_and_its_faults_are_failures() -> None:
     async def work(service: RewardService) -> None:
         async def by(name: str) -> list[Reward]:
-            spec: Json = {"name": "function", "path": f"my_rewards:{name}", "timeout_s": 3.0}
+            spec: Json = {
+                "name": "function",
+                "path": f"my_rewards:{name}",
+                "timeout_s": 3.0 if name == "hangs" else 60.0,
+            }
             return await service.score(task(spec, "7", level=3), ["a", "bcd"])
 
         assert values(await by("longest")) == [1.0, 3.0]
@@ -209,15 +213,16 @@ def test_a_judge_scores_by_a_rubric_and_what_it_does_not_answer_is_no_score() ->
 
     async def work(service: RewardService) -> None:
         async with serving(judge_app(asked)) as url:
-            spec: Json = {"name": "judge", "url": f"{url}/v1", "model": "m", "rubric": "Is it right?", "timeout_s": 3.0}
+            spec: dict[str, Json] = {"name": "judge", "url": f"{url}/v1", "model": "m", "rubric": "Is it right?"}
             assert values(await service.score(task(spec, "7"), ["busy"])) == [1.0]
             assert len(asked) == 3
-            rewards = await service.score(task(spec, "7"), ["good", "bad", "unsure", "eleven", "slow"])
-            assert values(rewards) == [0.8, 0.0, "failed", "failed", "timed_out"]
+            rewards = await service.score(task(spec, "7"), ["good", "bad", "unsure", "eleven"])
+            assert values(rewards) == [0.8, 0.0, "failed", "failed"]
+            assert values(await service.score(task(spec | {"timeout_s": 1.0}, "7"), ["slow"])) == ["timed_out"]
             assert rewards[0].parts == (("judge_score", 8.0),)
             nonces = [re.findall(r"SCORE-(\w+)", text)[-1] for text in asked]
-            assert len(set(nonces)) == len(nonces) - 2  # a question asked three times, and five others
-            lost: Json = {**spec, "url": f"{url}/nowhere"}  # type: ignore[dict-item]
+            assert len(set(nonces)) == len(nonces) - 2  # a question asked three times, and the others
+            lost: Json = {**spec, "url": f"{url}/nowhere"}
             assert values(await service.score(task(lost, "7"), ["good"])) == ["failed"]
 
     run(work)

@@ -41,6 +41,8 @@ class ScriptedEngine:
     received: list[tuple[tuple[int, ...], Sampling]] = field(default_factory=list)
     drawn: list[Completion] = field(default_factory=list)
     delay_s: float = 0.0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    """Answers wait for it; it is set unless a test clears it."""
     version: int = 0
     aborts: int = 0
     token_s: float = 0.0
@@ -50,6 +52,9 @@ class ScriptedEngine:
     seen_rules: list[LogitRules] = field(default_factory=list)
     _rest: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
     """Tokens of answers that `max_tokens` cut, by the prompts with which they go on."""
+
+    def __post_init__(self) -> None:
+        self.gate.set()
 
     async def generate(
         self,
@@ -65,6 +70,7 @@ class ScriptedEngine:
         rest = self._rest.pop(tuple(prompt_ids), None)
         said = "" if rest is not None else self.script.pop(0) if self.script else "ok"
         await asyncio.sleep(self.delay_s)
+        await self.gate.wait()
         if said is None:
             raise EngineUnavailable("the engine is gone")
         # One token per byte: never how the tokenizer would have spelt the text.

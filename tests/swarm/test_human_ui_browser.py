@@ -38,7 +38,7 @@ path = "{model}"
 group_size = 4
 max_tokens = 8
 [train]
-steps = 6
+steps = 1
 groups_per_step = 1
 [asynchrony]
 max_staleness = 0
@@ -47,6 +47,7 @@ every_steps = 0
 questions = 2
 [swarm]
 external_groups = 1
+wait_s = 60
 """
 EVIL = "<img src=x onerror=\"document.title='owned'\"></pre><script>document.title='owned'</script>"
 QUESTIONS = {f"say {message}{n}": message for message in "abcdefgh" for n in range(4)}

@@ -113,9 +113,9 @@ def test_settings_that_never_give_a_question_are_refused_and_the_next_draw_works
     endless, fine = task_configs(
         {"name": "base_conversion", "params": {"min_base": 5, "max_base": 5}}, {"name": "chain_sum"}
     )
-    with ProceduralClient(draw_timeout_s=0.5) as drawer:
+    with ProceduralClient(draw_timeout_s=2.0) as drawer:
         service = ReasoningGymService(endless, 0, drawer)
-        with pytest.raises(TaskError, match=r"no question came within 0\.5 s"):
+        with pytest.raises(TaskError, match="no question came within 2 s"):
             service.draw(Split.TRAIN, 0)
         assert ReasoningGymService(fine, 0, drawer).draw(Split.TRAIN, 0).answer
 
@@ -158,7 +158,7 @@ def test_a_question_of_another_release_is_told_from_one_that_cannot_be() -> None
 
 def test_a_claim_that_this_node_is_too_slow_to_draw_again_is_no_fault_of_its_author() -> None:
     async def main(tasks: Library) -> None:
-        own = OwnTasks(tasks.services, limits=QuestionLimits(draw_s=0.5))
+        own = OwnTasks(tasks.services, limits=QuestionLimits(draw_s=3.0))
         claim = await own.claim(tasks.draw(Split.TRAIN, 1))
         assert isinstance(await own.task(claim), Task)
         (drawing,) = children() - before
