@@ -15,6 +15,7 @@ from shoal.errors import RunDirError
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.status import status, status_lines
 from shoal.run.standstill import report_waits
+from until import until
 
 
 def written_run(run_dir: Path) -> None:
@@ -92,11 +93,10 @@ def test_sigusr1_says_who_waits_where(capfd: pytest.CaptureFixture[str]) -> None
             task = asyncio.create_task(patient(), name="the patient one")
             await asyncio.sleep(0)
             os.kill(os.getpid(), signal.SIGUSR1)
-            await asyncio.sleep(0.1)
+            await until(lambda: "the patient one waits in Event.wait" in capfd.readouterr().err)
             task.cancel()
 
     asyncio.run(waiting())
-    assert "the patient one waits in Event.wait" in capfd.readouterr().err
 
 
 def test_groups_of_peers_take_nothing_from_the_shares_of_the_run_s_own_tasks(tmp_path: Path) -> None:

@@ -16,20 +16,12 @@ from shoal.observe.view.cost import Prices, cost
 from shoal.observe.view.reading import MOST_EVALUATIONS, Questions, answers, questions, spaced
 from shoal.observe.view.waits import bottleneck, other_waits, timeline
 from shoal.types import Group, Message, Role, Task
-from view_pages import DRAWN, made, seen, viewing
+from view_pages import DRAWN, found, made, seen, viewing
 from view_run import MadeRun, rollout
 
 VIEWS = ("/", "/rollouts", "/group?seq=1", "/tokens?seq=1", "/heldout", "/waits", "/swarm", "/cost")
 NAMELESS = """[...document.querySelectorAll('main :is(input, select):not([type=hidden])')]
     .filter(one => !one.labels.length && !one.ariaLabel).length"""
-
-
-async def read_to_the_end(page: Page, url: str) -> None:
-    """Waits until the viewer's table has the run."""
-    await page.goto(f"{url}/rollouts")
-    async with asyncio.timeout(60):
-        while "still being read" in await page.value("document.body.textContent"):
-            await page.goto(f"{url}/rollouts")
 
 
 async def read(run_dir: Path, path: str) -> str:
@@ -40,7 +32,7 @@ async def read(run_dir: Path, path: str) -> str:
 
 async def assert_readable(page: Page, url: str, width: int, views: tuple[str, ...]) -> None:
     """Opens views; none is refused or wider than the window, and each control has a name."""
-    await read_to_the_end(page, url)
+    await found(page, url, "/rollouts", "!document.body.textContent.includes('still being read')")
     for view in views:
         await page.goto(url + view)
         assert await page.value("document.querySelector('h1').textContent") != "This cannot be shown", view

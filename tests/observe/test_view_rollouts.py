@@ -12,7 +12,6 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
-from browser import Page
 from payloads import PAYLOADS
 from shoal import wire
 from shoal.experience.audit import audit
@@ -23,17 +22,8 @@ from shoal.observe.view.server import SCALES
 from shoal.observe.view.tokens import Token, shades
 from shoal.types import Message, Role, Rollout
 from until import until
-from view_pages import made, seen, viewing
+from view_pages import found, made, seen, viewing
 from view_run import GROUPS, SIZE, MadeRun
-
-
-async def found(page: Page, url: str, path: str, what: str) -> None:
-    """Opens a page again until something is there: a log is read in the background."""
-    async with asyncio.timeout(30):
-        while True:
-            await page.goto(url + path)
-            if await page.value(what):
-                return
 
 
 def indexed(run_dir: Path, folder: Path) -> RolloutIndex:

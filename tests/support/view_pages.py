@@ -1,11 +1,12 @@
 """Made runs and the page of `shoal view`, served and shown in a browser."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from browser import Page, browser_path, chromium
+from browser import WAIT_S, Navigated, Page, browser_path, chromium
 from shoal.net.server import serving
 from shoal.observe.metrics import watched
 from shoal.observe.view.server import ViewServer
@@ -41,6 +42,16 @@ async def made(run_dir: Path, steps: int, **settings: object) -> Path:
         await run.step()
     await run.close()
     return run_dir
+
+
+async def found(page: Page, url: str, path: str, what: str) -> None:
+    """Opens a page until something is there: a log is read in the background, and the page may ask again by itself."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            await page.goto(url + path)
+            with suppress(Navigated):
+                if await page.value(what):
+                    return
 
 
 def lines_of(title: str) -> str:

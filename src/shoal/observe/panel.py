@@ -25,9 +25,10 @@ class ResizableLive(Live):
 
     def refresh(self) -> None:
         """Paints the panel; after a resize it clears the screen first."""
-        if self._resized() and self.is_started:
-            self.console.clear()
-        super().refresh()
+        with self._lock:  # rich's thread paints too, and would clear a second time
+            if self._resized() and self.is_started:
+                self.console.clear()
+            super().refresh()
 
     def _resized(self) -> bool:
         """Reads the size of this terminal; rich would ask the standard streams. Returns True if it changed."""
