@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -39,7 +40,12 @@ def test_a_run_goes_on_elsewhere_with_its_engine_from_the_copy_of_what_is_gone(
     first = start(here, tiny_model_dir, *settings, "--train.steps=2000", SHOAL_RUN_TOKEN=TOKEN)
     wait_for_steps(here / "run", 20, first)
     asyncio.run(until(lambda: copied_steps(backup) >= 5))
-    wait_for_steps(here / "run", copied_steps(backup) + 3, first)
+    while True:  # a copy may end at any moment but while the run stands still
+        wait_for_steps(here / "run", copied_steps(backup) + 3, first)
+        first.send_signal(signal.SIGSTOP)
+        if audit(here / "run").steps >= copied_steps(backup) + 3:
+            break
+        first.send_signal(signal.SIGCONT)
     first.kill()
     first.communicate()
     trained = audit(here / "run").steps

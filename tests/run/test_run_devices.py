@@ -21,6 +21,7 @@ from shoal.run.engines import RunEngines
 from shoal.run.machine.devices import Devices, Threads, devices_of, visible_gpus
 from shoal.run.training import train
 from shoal.types import Task
+from until import alive
 
 
 def config(*overrides: str) -> Config:
@@ -132,7 +133,7 @@ class Watched:
 
     @property
     def model_dir(self) -> Path:
-        for child in psutil.Process().children():
+        for child in filter(lambda one: alive(one.pid), psutil.Process().children()):
             variables = environment_of(child.pid)  # before the command, which the kernel does not tell earlier
             if "shoal.trainer.worker" in child.cmdline():
                 self.seen.append(variables["CUDA_VISIBLE_DEVICES"])

@@ -86,5 +86,9 @@ def events(run: Path) -> list[str]:
 
 
 def children(process: subprocess.Popen[str], module: str) -> list[psutil.Process]:
-    """The processes of a run that run a module."""
-    return [child for child in psutil.Process(process.pid).children(recursive=True) if module in child.cmdline()]
+    """The processes of a run that run a module; others come and go."""
+    found = []
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child] * (module in child.cmdline())
+    return found
