@@ -5,7 +5,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from benchmarks.processes import SHOAL, started
 from experiments.churn.cut import Cut
 from experiments.churn.findings import findings_of, has_step
 from shoal.config import parse, to_toml
+from shoal.net.listening import free_port
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
@@ -63,7 +63,7 @@ class Swarm:
     def __init__(self, folder: Path, scale: Scale, cut: Cut) -> None:
         self._folder, self._scale, self._cut = folder, scale, cut
         self._tasks = folder / "tasks.jsonl"
-        self._ports = _free_ports(2 * SERVERS)
+        self._ports = [free_port() for _ in range(2 * SERVERS)]
         self.urls = [f"nats://{TOKEN}@{cut.host}:{port}" for port in self._ports[:SERVERS]]
         self._servers: dict[int, NatsServer] = {}
         self._members: dict[str, asyncio.subprocess.Process] = {}
@@ -238,14 +238,6 @@ class Swarm:
 
 def _last_line(log: Path) -> str:
     return (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 async def run(folder: Path, scale: Scale) -> dict[str, object]:

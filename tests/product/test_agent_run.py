@@ -49,4 +49,5 @@ def test_a_shortened_run_of_the_example_trains_on_whole_conversations_and_its_au
         drawn = sum(row["mask"])
         answers = sum(message.role == "assistant" for message in cast("tuple[Message, ...]", row["messages"]))
         assert row["status"] == "finished" or row["reason"] == CUT, row["reason"]  # the tiny model ends few answers
-        assert drawn >= answers > 1, "one row of many answers"
+        # A number may be guessed at once, by chance.
+        assert drawn >= answers > (0 if row["reward"] == 1 else 1), "one row of many answers"

@@ -47,7 +47,7 @@ def asked(folder: Path, tasks: str, *options: str, code: int) -> tuple[dict[str,
     rows = ({"prompt": f"reverse {letter}at", "answer": "7"} for letter in "abcdefghijklmnopqrstuvwxyz")
     (folder / "words.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.toml").write_text(f'run_dir = "{folder}/run"\n{tasks}[rollout]\ngroup_size = 4\nmax_tokens = 12\n')
-    done = shoal("doctor", str(folder / "run.toml"), "--json", *options)
+    done = shoal("doctor", str(folder / "run.toml"), "--json", "--seconds=1000", *options)
     assert done.returncode == code, done.stderr
     assert not (folder / "run").exists()
     return json.loads(done.stdout), done.stderr

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from base64 import b64encode
 from contextlib import AbstractAsyncContextManager, closing
 from pathlib import Path
@@ -19,6 +18,7 @@ from shoal.config import parse
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
+from shoal.net.listening import free_port
 from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.engines import OnEvent, RunEngines, engines
 from shoal.run.machine.devices import Devices, Threads
@@ -56,9 +56,7 @@ def write_sizes(directory: Path) -> None:
 
 
 def free_url() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{free.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 @pytest.mark.parametrize("useless", ["is no engine", "refuses the weights"])

@@ -62,9 +62,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> P
             time.sleep(0.05)
         os.kill(first.pid, signal.SIGKILL)
         with shoal(*serve) as second:
-            output, _ = run.communicate(timeout=120)
+            output, _ = run.communicate(timeout=240)
             second.terminate()
-            assert second.wait(10) == 0
+            assert second.wait(60) == 0
     assert run.returncode == 0
     assert json.loads(output.splitlines()[-1])["steps"] == STEPS
     return run_dir

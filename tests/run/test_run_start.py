@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import resource
+import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -214,9 +215,9 @@ def test_what_a_run_is_started_with_is_written_down_whole_or_not_at_all(tmp_path
 
 
 def test_a_dry_run_tries_every_server_and_refuses_a_run_without_one_that_it_needs() -> None:
-    with listening_socket("127.0.0.1", 0) as open_port, listening_socket("127.0.0.1", 0) as closed:
-        there, away = url_of(open_port), url_of(closed)
-        closed.close()
+    with listening_socket("127.0.0.1", 0) as open_port, socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))  # nobody else listens there
+        there, away = url_of(open_port), url_of(deaf)
         judging = {"name": "judge", "url": away, "model": "m", "rubric": "10 for all", "best": 10}
         tasks = [Definition("asked", Asked(judging))]
 
