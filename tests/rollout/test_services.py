@@ -47,7 +47,7 @@ async def played(name: str, path: str, wanted) -> list[Rollout]:
         process = Process(path, server.url, name=name, folder=HERE)
         try:
             service = RemoteEnvironment(name, server)
-            await asyncio.to_thread(service.await_worker, 30.0)
+            await asyncio.to_thread(service.await_worker, 120.0)
             tasks: list[Task] = [await service.drawn(Split.TRAIN, index) for index in range(40)]
             made = tokenizer()
             renderer = ChatRenderer(made, (made.eos_token_id,))
@@ -162,12 +162,12 @@ def test_a_rollout_whose_service_dies_begins_again_elsewhere_and_what_was_drawn_
             processes = [Process("service_tasks:Mortal", server.url, name="mortal", folder=HERE)]
             try:
                 service = RemoteEnvironment("mortal", server)
-                await asyncio.to_thread(service.await_worker, 30.0)
+                await asyncio.to_thread(service.await_worker, 120.0)
                 task = await service.drawn(Split.TRAIN, 0)
                 made = tokenizer()
                 renderer, sampling = ChatRenderer(made, (made.eos_token_id,)), Sampling(64, seed=0)
                 async with Host.open(EchoEngine(0, 0), renderer, max_model_len=CONTEXT) as host:
-                    runner = AgentRunner(host, service.rollout, CoinScorer(), sampling, timeout_s=30.0)
+                    runner = AgentRunner(host, service.rollout, CoinScorer(), sampling, timeout_s=120.0)
                     rolling = asyncio.create_task(runner.rollouts(task, 1))
                     await asyncio.to_thread(processes[0].wait)
                     processes.append(Process("service_tasks:Mortal", server.url, name="mortal", folder=HERE))

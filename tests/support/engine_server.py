@@ -72,7 +72,7 @@ def serving(model: Path, *arguments: str, weights: Path | None = None) -> Iterat
         yield Server(answer[1].decode(), process.pid, TOKEN)
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(60)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def played(
     playing: AbstractAsyncContextManager[Play],
     *script: str | None,
     task: Task = TASK,
-    timeout_s: float = 20.0,
+    timeout_s: float = 60.0,
     n: int = 1,
     max_model_len: int = CONTEXT,
     delay_s: float = 0.0,

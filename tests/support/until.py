@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 
-async def until(true: Callable[[], bool | Awaitable[bool]], most_s: float = 60) -> None:
+async def until(true: Callable[[], bool | Awaitable[bool]], most_s: float = 120) -> None:
     """Returns once a condition holds; `most_s` is for machines that are busy with other things."""
     async with asyncio.timeout(most_s):
         while True:

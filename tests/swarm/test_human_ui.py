@@ -183,7 +183,7 @@ class Site:
 
     async def offer(self) -> tuple[str, Offer]:
         """Author and content of the next genuine offer."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while True:
                 for frame in await self._other.receive(1):
                     message = self._door.admit(frame, 1e9)

@@ -56,7 +56,7 @@ QUESTIONS = {f"say {message}{n}": message for message in "abcdefgh" for n in ran
 async def received(url: str, peer: str) -> Offer:
     """The first offer of a peer."""
     ingress = IngressFilter("reef", "")
-    async with NatsExchange(NatsOptions([url], "reef")) as exchange, asyncio.timeout(20):
+    async with NatsExchange(NatsOptions([url], "reef")) as exchange, asyncio.timeout(60):
         while True:
             for frame in await exchange.receive(256):
                 message = ingress.admit(frame, time.time())
@@ -81,7 +81,7 @@ async def node(config: Path, server: str, *options: str) -> AsyncIterator[tuple[
     process = await asyncio.create_subprocess_exec(*command, cwd=config.parent, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(120):
             url, peer = [(await process.stdout.readline()).decode().strip() for _ in range(2)]
         yield url, peer.split()[-1]
     finally:

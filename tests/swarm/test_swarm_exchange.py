@@ -30,7 +30,7 @@ from shoal.swarm.wire.server import MOST_STORED_BYTES, NatsServer, ServerOptions
 from until import until
 
 
-async def collected(exchange: Exchange, count: int, timeout_s: float = 20.0) -> list[bytes]:
+async def collected(exchange: Exchange, count: int, timeout_s: float = 60.0) -> list[bytes]:
     """The next `count` frames."""
     frames: list[bytes] = []
     async with asyncio.timeout(timeout_s):
@@ -39,7 +39,7 @@ async def collected(exchange: Exchange, count: int, timeout_s: float = 20.0) -> 
     return frames
 
 
-async def published(exchange: Exchange, *frames: bytes, author: str = "a", timeout_s: float = 20.0) -> None:
+async def published(exchange: Exchange, *frames: bytes, author: str = "a", timeout_s: float = 60.0) -> None:
     """Publishes, trying again while nobody can be reached."""
     async with asyncio.timeout(timeout_s):
         for frame in frames:
@@ -253,7 +253,7 @@ def test_a_task_that_is_cancelled_just_as_the_server_s_reply_comes_ends(tmp_path
         await until(lambda: replies)
         next(iter(replies.values())).add_done_callback(lambda _: publishing.cancel())
         with pytest.raises(asyncio.CancelledError):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await publishing
 
     with_server(tmp_path, body)
@@ -300,10 +300,9 @@ def test_a_server_with_a_token_lets_in_only_who_knows_it(tmp_path: Path) -> None
         assert await reading == [b"1"]
         stranger = joined(server.url)
         hearing = asyncio.ensure_future(stranger.receive(1))
-        await until(lambda: bool(stranger.failure))
+        await until(lambda: "Authorization" in stranger.failure)
         hearing.cancel()
         assert not stranger.connected
-        assert "Authorization" in stranger.failure
 
     with_server(tmp_path, body, token="secret")
 
@@ -324,7 +323,7 @@ def test_servers_with_a_token_are_a_cluster_of_those_who_know_it(tmp_path: Path)
             writer.close()
             reader, writer = await asyncio.open_connection("127.0.0.1", int(one.url.rpartition(":")[2]))
             writer.write(b'CONNECT {"auth_token": "a/b@c", "protocol": 1, "verbose": false}\r\nPING\r\n')
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while True:
                     line = await reader.readline()
                     if line.startswith(b"INFO") and len(json.loads(line[5:]).get("connect_urls", [])) == 2:
@@ -366,9 +365,9 @@ def test_tls_is_used_when_asked_for_and_an_unknown_certificate_is_not_believed(
         url = server.url.replace("nats://", "tls://")
         doubting = joined(url)
         hearing = asyncio.ensure_future(doubting.receive(1))
-        await until(lambda: bool(doubting.failure))
+        await until(lambda: "CERTIFICATE_VERIFY_FAILED" in doubting.failure)
         hearing.cancel()
-        assert "CERTIFICATE_VERIFY_FAILED" in doubting.failure
+        assert not doubting.connected
         monkeypatch.setenv("SSL_CERT_FILE", str(cert))
         trusting = joined(url)
         reading = asyncio.ensure_future(collected(trusting, 1))

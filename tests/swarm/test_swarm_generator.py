@@ -91,7 +91,7 @@ async def taken_from(
         running = asyncio.ensure_future(node.run())
         await generator.run()
         taken: list[Group] = []
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not taken:
                 taken += await node.take(0, logprobs)
                 await asyncio.sleep(0.05)
@@ -292,7 +292,7 @@ def test_of_a_larger_group_as_many_answers_are_asked_for_and_shared_as_an_offer_
     answerer, hub = Answers(each=each), MemorySwarm()
 
     async def main() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await generator_of(answerer, tmp_path, hub, GeneratorPace(100, 0.01, 1)).run()
 
     asyncio.run(main())

@@ -90,7 +90,7 @@ class Awaited:
 
 
 async def within(doing: Awaitable[Any]) -> Any:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         return await doing
 
 

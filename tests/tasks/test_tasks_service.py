@@ -218,7 +218,7 @@ def test_a_service_of_another_process_draws_and_scores_and_leaves_when_told_to()
         serving("service_tasks:Fast", f"{server.url}/", SHOAL_RUN_TOKEN="secret") as other,
     ):
         service = RemoteEnvironment("fast", server)
-        service.await_worker(30.0)
+        service.await_worker(120.0)
         assert (service.converses, service.scores, service.max_running) == (True, True, 64)
         assert service.draw(Split.TRAIN, 7) == service_tasks.Fast.draw(Split.TRAIN, 7)
         asked = service.draw(Split.EVAL, 0)
@@ -277,7 +277,7 @@ def test_a_worker_says_once_that_it_waits_for_a_run_and_then_that_it_joined_it()
 def test_a_process_that_is_stopped_loses_its_jobs() -> None:
     with TaskServer(["slow"]) as server, serving("service_tasks:Slow", server.url) as other:
         service = RemoteEnvironment("slow", server)
-        service.await_worker(30.0)
+        service.await_worker(120.0)
         asked = service.draw(Split.TRAIN, 0)
         other.send_signal(signal.SIGSTOP)
         with pytest.raises(EnvironmentFailed, match="is gone") as lost:
