@@ -219,9 +219,9 @@ def test_a_run_that_ends_again_and_again_without_a_step_stands_still(tmp_path: P
     assert why.startswith("no step in 2 starts")
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_a_run_under_faults_loses_doubles_and_outdates_nothing_and_always_says_why_it_ended() -> None:
-    report = asyncio.run(campaign(SHORT_SEED, 600.0, QUICK_FAULTS))
+    report = asyncio.run(campaign(SHORT_SEED, 1200.0, QUICK_FAULTS))
     assert report.ok, report.evidence
     assert report.faults == QUICK_FAULTS
     assert report.resumed >= 1

@@ -41,7 +41,7 @@ async def joined(server: RunServer, service: RewardService) -> "asyncio.Task[Non
             used.set()
 
     lease = asyncio.create_task(hold_lease(server.url, "", RewardsRole(), announce, work))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await used.wait()
     return lease
 

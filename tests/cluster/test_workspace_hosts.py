@@ -210,7 +210,7 @@ def test_a_run_cannot_name_a_folder_of_the_host(source: Path, tmp_path: Path) ->
                 asked = (Message(Role.USER, "go"),)
                 urls = model.base_url, model.anthropic_base_url, model.api_key
                 request = PlayRequest(WorkspaceGame(turns=2), wanted, asked, None, *urls)
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     await joined.wait()
                 answer = await workers[0].call(msgspec.json.encode(request), 60)
                 assert b'"done"' in answer, answer

@@ -55,7 +55,7 @@ def test_shuffled_answers_come_with_another_question_under_a_signature_that_hold
     async def received() -> list[bytes]:
         async with NatsServer(ServerOptions(tmp_path / "server")) as server:
             config = parse({**settings, "swarm": {"servers": [server.url]}})
-            async with Misfits(config) as exchange, asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+            async with Misfits(config) as exchange, asyncio.timeout(120), asyncio.TaskGroup() as tasks:
                 hearing = tasks.create_task(collected(exchange, 3))
                 await until(lambda: exchange.connected)
                 own = Identity.load(tmp_path / "run" / "swarm" / "identity.pem")

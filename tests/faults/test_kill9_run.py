@@ -27,7 +27,7 @@ def test_a_killed_trainer_ends_the_run_with_a_sentence_and_a_whole_log(tmp_path:
     wait_for_steps(tmp_path / "run", 3, first)
     (victim,) = children(first, "shoal.trainer.worker")
     victim.kill()
-    _, err = first.communicate(timeout=60)
+    _, err = first.communicate(timeout=200)
     assert first.returncode == 2
     assert "the trainer process ended with signal 9" in err
     assert "--resume" in err

@@ -15,7 +15,7 @@ from shoal.experience.log import snapshot
 from shoal.run.blocking import END_S, INTERRUPTED, SAVE_S
 from train_runs import children, start, wait_for_steps
 
-LEAVING_S = 10.0
+LEAVING_S = 60.0
 """Seconds on a busy machine from the bound of a run's end to the end of its process."""
 
 

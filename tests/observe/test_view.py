@@ -74,7 +74,7 @@ async def test_the_page_says_why_rollouts_failed_with_file_and_line(tmp_path: Pa
     await run.step()
     await run.fail("scorer: failed: mine:boom: ZeroDivisionError: division by zero (mine.py:2 in boom)")
     await run.close()
-    async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(30):
+    async with viewing(run.run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(120):
         for path in ("/", "/rollouts?status=failed", "/group?seq=3"):
             text = ""
             while "division by zero (mine.py:2 in boom)" not in text:  # the log is read in the background

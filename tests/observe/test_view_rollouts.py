@@ -278,7 +278,7 @@ async def test_an_answer_that_cannot_be_read_is_shown_as_such_beside_the_others(
     (line,) = glances([row])
     assert (row.seq, row.position, line.question, line.answer) == (1, 0, "", answers[0].broken)
     assert [answer.rollout is None for answer in answers] == [True, *[False] * (SIZE - 1)]
-    async with viewing(run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(30):
+    async with viewing(run_dir) as url, aiohttp.ClientSession() as http, asyncio.timeout(120):
         text = ""
         while "<article" not in text:  # the log is read in the background
             async with http.get(f"{url}/group?seq=1") as page:
@@ -300,7 +300,7 @@ async def test_a_list_whose_step_was_not_read_yet_asks_again_by_itself_and_one_t
             async with http.get(url + path) as page:
                 return 'http-equiv="refresh"' in await page.text()
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while await asks("/rollouts?reward_from=5"):  # the log is read in the background
                 pass
         assert [await asks(f"/rollouts?step={step}") for step in (2, 3, 4)] == [False, True, False]

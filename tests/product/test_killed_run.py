@@ -21,7 +21,7 @@ def test_a_killed_run_resumes_to_the_same_weights_without_loss_or_repetition(
     processes = psutil.Process(first.pid).children(recursive=True)
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not alive, "a child outlived its parent"
     before = audit(tmp_path / "run")
     assert before.ok, before.sentences()

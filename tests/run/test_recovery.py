@@ -140,7 +140,7 @@ async def test_another_programs_lock_is_waited_out_and_told(tmp_path: Path) -> N
     other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     adding = asyncio.create_task(run_group(buffer, "a"))
-    await asyncio.wait_for(locked.wait(), 30)
+    await asyncio.wait_for(locked.wait(), 120)
     assert not adding.done()
     other.execute("ROLLBACK")
     other.close()
@@ -163,7 +163,7 @@ def test_the_lock_of_another_program_and_its_end_are_events_of_the_run(tmp_path:
             other = sqlite3.connect(tmp_path / "run" / FILE, isolation_level=None)
             other.execute("BEGIN IMMEDIATE")
             adding = asyncio.create_task(run_group(buffer, "a"))
-            await asyncio.wait_for(locked.wait(), 30)
+            await asyncio.wait_for(locked.wait(), 120)
             assert heard == ["log_locked"]
             other.execute("ROLLBACK")
             other.close()
@@ -182,8 +182,8 @@ async def test_a_run_that_ends_waits_for_no_lock(tmp_path: Path) -> None:
     other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     adding = asyncio.create_task(run_group(buffer, "a"))
-    await asyncio.wait_for(locked.wait(), 30)
-    await asyncio.wait_for(buffer.close(), 30)
+    await asyncio.wait_for(locked.wait(), 120)
+    await asyncio.wait_for(buffer.close(), 120)
     with pytest.raises(RunDirError, match="end the program that locks it"):
         await adding
     other.close()

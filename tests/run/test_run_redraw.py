@@ -41,7 +41,7 @@ def steps(run_dir: Path, every: int, max_staleness: int, n: int = 2, of: int = 3
         generator = asyncio.create_task(generate(buffer, every))
         result = []
         for step in range(of):
-            groups = await asyncio.wait_for(informative_groups(buffer, n, step), 20)
+            groups = await asyncio.wait_for(informative_groups(buffer, n, step), 120)
             await buffer.consumed(step, step, [g.id for g in groups], version_after=step + 1)
             buffer.on_loaded(step + 1)
             result.append([g.id for g in groups])
