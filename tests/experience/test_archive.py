@@ -127,6 +127,13 @@ def test_a_crash_between_the_file_and_the_log_loses_nothing_and_doubles_nothing(
     assert seen(run_dir) == before
 
 
+def test_files_of_others_in_the_archive_s_folder_stay(run_dir: Path) -> None:
+    (run_dir / "archive").mkdir()
+    (run_dir / "archive" / "notes.txt").write_text("mine")
+    asyncio.run(archived(run_dir, 4))
+    assert (run_dir / "archive" / "notes.txt").read_text() == "mine"
+
+
 def test_a_file_is_bounded_in_size_and_no_step_is_split(run_dir: Path) -> None:
     shard = archive.write(run_dir, 9, shard_bytes=1)
     assert shard is not None

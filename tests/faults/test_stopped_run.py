@@ -22,7 +22,7 @@ LEAVING_S = 60.0
 @pytest.mark.parametrize(
     ("told", "stopped"),
     [
-        (signal.SIGINT, ()),
+        (signal.SIGINT, ("shoal.engine.server.http_server",)),
         (signal.SIGTERM, ("shoal.engine.server.http_server",)),
         (signal.SIGTERM, ("shoal.trainer.worker", "shoal.reward.worker")),
     ],
@@ -36,7 +36,8 @@ def test_a_run_that_is_told_to_stop_ends_whatever_is_stopped(
         child.send_signal(signal.SIGSTOP)
     processes = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(told)
-    _, err = run.communicate(timeout=SAVE_S + END_S + LEAVING_S)
+    saving_s = SAVE_S if told is signal.SIGTERM else 0.0
+    _, err = run.communicate(timeout=saving_s + END_S + LEAVING_S)
     assert run.returncode == 130, err
     assert err.endswith("shoal: stopped; go on with: shoal train run/resolved.toml --resume\n")
     assert psutil.wait_procs(processes, timeout=LEAVING_S)[1] == []

@@ -1,7 +1,11 @@
-"""Scorers of other hosts that answer wrongly, or fail at once, beside an honest one."""
+"""Scorers of other hosts that answer wrongly, or fail at once, beside an honest one.
+
+`python tests/reward/test_rogue_scorer.py COUNT` asks for so many generated answers; the suite asks for few.
+"""
 
 import asyncio
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -94,3 +98,12 @@ def test_a_scorer_that_joins_and_leaves_at_once_is_waited_for_as_if_it_had_never
             return await asked
 
     assert [one.value for one in asyncio.run(run())] == [1.0]
+
+
+if __name__ == "__main__":
+    # The suite's test, many times over.
+    given(rewards)(
+        settings(max_examples=int(sys.argv[1]), deadline=None)(
+            test_whatever_a_rogue_scorer_answers_the_rewards_are_whole.hypothesis.inner_test  # type: ignore[attr-defined]
+        )
+    )()

@@ -97,7 +97,7 @@ def write(run_dir: Path, through: int, shard_bytes: int = SHARD_BYTES) -> Shard 
             folder.mkdir(exist_ok=True)
             named = {name for (name,) in connection.execute("SELECT name FROM shards")}
             for file in folder.iterdir():
-                if file.name not in named:  # a crash left it
+                if file.name.startswith("steps-") and file.name not in named:  # a crash left it
                     file.unlink()
             with (
                 replaced(folder / name, private=True) as unfinished,
