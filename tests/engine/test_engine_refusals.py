@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine_server import PROMPT, Server, threaded
+from shoal.engine.server.protocol import MOST_LISTS
 from shoal.types import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, MOST_TOP_K, Sampling
 
 
@@ -77,3 +78,14 @@ def test_an_update_that_names_no_file_or_version_is_refused(
 def test_a_body_nested_beyond_measure_is_refused(server: Server) -> None:
     raw = b'{"token_ids": ' + b"[" * 50_000 + b"]" * 50_000 + b"}"
     assert server.ask("/score", raw=raw)[0] == 400
+
+
+@pytest.mark.parametrize(
+    ("lists", "words"), [(MOST_LISTS, "others: expected"), (MOST_LISTS + 1, "body: expected at most")]
+)
+def test_more_lists_than_a_score_may_have_are_refused_before_they_are_made(
+    server: Server, lists: int, words: str
+) -> None:
+    others = b",".join([b"[]"] * (lists - 2))  # the other two are their list and that of the tokens
+    status, answer = server.ask("/score", raw=b'{"token_ids": [1, 2], "others": [' + others + b"]}")
+    assert (status, words in answer["error"]["message"]) == (400, True)

@@ -17,6 +17,8 @@ from shoal.interfaces import LogitRules
 from shoal.types import Completion, Sampling
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
+MOST_LISTS = 1 << 18
+"""Lists in one body, such as the tokens that `/score` is asked for in each place."""
 CLIENT_GONE = 499  # the status of a client that has disconnected; no one reads it
 
 
