@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
 from benchmarks.memory_swarm import MemorySwarm
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
@@ -60,25 +62,23 @@ class ExactScorer:
 
 def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
     """Runs an attack and returns its figures."""
-    rng, hub = random.Random(seed), MemorySwarm()
+    rng, keys, hub = random.Random(seed), random.Random(f"keys {seed}"), MemorySwarm()
     data = folder / "data.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": f"say {i}", "answer": f"{i}"}) for i in range(6000)))
     numbers = TaskConfig(name="numbers", service="jsonl", path=str(data), scorer="exact", eval_share=0.01)
     config = Config(tasks=[numbers], swarm=SwarmConfig(external_groups=WANTED), seed=seed)
     own = OwnTasks([service := JsonlService(numbers, 0)])
     claims = iter(_shuffled(service, rng))
-    honest, owned = ([Identity.fresh() for _ in range(n)] for n in (HONEST, attack.keys))
+    honest, owned = ([identity(keys) for _ in range(n)] for n in (HONEST, attack.keys))
     signers = {one.peer_id: Signer(one, "reef", 1) for one in (*honest, *owned)}
 
     (folder / KNOWN_FILE).write_text("\n".join(one.peer_id for one in honest[: attack.known]))
 
-    flood = _flood(attack.flood_per_s)
+    flood, own_identity = _flood(attack.flood_per_s, keys), identity(keys)
 
     async def main() -> list[list[str]]:
         now_s = asyncio.get_running_loop().time
-        joined = Joined(
-            hub.join(), own, Identity.fresh(), folder, config, clock=lambda: NOW_S + now_s(), timer=lambda: 0.0
-        )
+        joined = Joined(hub.join(), own, own_identity, folder, config, clock=lambda: NOW_S + now_s(), timer=lambda: 0.0)
         node = Node(joined, ExactScorer(), renderer_of(ANSWERING["qwen3"]), 256, threads=False)
         running, taken = asyncio.ensure_future(node.run()), list[list[str]]()
         for step in range(attack.steps):
@@ -116,14 +116,19 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
     }
 
 
-def _flood(count: int) -> list[tuple[str, bytes]]:
+def identity(keys: random.Random) -> Identity:
+    """An identity of the seed: a node chooses by its own peer id."""
+    return Identity(Ed25519PrivateKey.from_private_bytes(keys.randbytes(32)))
+
+
+def _flood(count: int, keys: random.Random) -> list[tuple[str, bytes]]:
     """Names and frames of one second."""
     frames = list[tuple[str, bytes]]()
     payload = wire.encode(
         Offer(Claim("numbers", "say?", "1"), (OfferedRollout("7"),) * 2, GeneratorKind.RULE, "x", NOW_S)
     )
     for number in range(count // 2):
-        one = Identity.fresh()
+        one = identity(keys)
         frame = Signer(one, "reef", 1).frame(payload, NOW_S)
         frames += [(one.peer_id, frame), (f"{number}", bytes(64) + frame[64:])]
     return frames
