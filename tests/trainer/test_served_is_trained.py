@@ -140,7 +140,6 @@ def distance(one: list[list[float]], other: list[list[float]]) -> float:
     return fmean(abs(a - b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("case", covering(AXES, is_possible, at_least=60), ids=title)
 def test_a_fresh_engine_gives_a_versions_logprobs_of_the_trainer(
     case: Case,
