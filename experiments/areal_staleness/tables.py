@@ -132,7 +132,7 @@ def regime_table(regimes: Mapping[str, Sequence[Record]]) -> str:
         for name, cells in regimes.items()
         for cell in cells
     ]
-    head = ["regime", "eta", "objective", "sampled", "every 80 steps", "greedy", "without gradient", "ess"]
+    head = ["regime", "eta", "objective", "sampled", "on the way there", "greedy", "without gradient", "ess"]
     return (
         "\nOther regimes (experiment.toml says which), the same figures in percent; ess is the effective sample size."
         f"\n\n{markdown(head, rows)}"
