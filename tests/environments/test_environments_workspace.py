@@ -1,5 +1,6 @@
 """The environment `workspace`: a model mends a program by commands or tools, and hidden tests give the reward."""
 
+import asyncio
 import json
 import re
 from pathlib import Path
@@ -8,9 +9,15 @@ from typing import Any
 import pytest
 from test_environments_turns import played, service
 
+from benchmarks.work import CoinScorer
+from chat_templates import renderer
+from gateway_engine import CONTEXT, ScriptedEngine
 from shoal import wire
 from shoal.errors import TaskError
-from shoal.types import RolloutStatus, Split
+from shoal.gateway.host import Host
+from shoal.rollout.agents.runner import AgentRunner
+from shoal.types import Rollout, RolloutStatus, Sampling, Split, Task
+from shoal.workspace.tree import trees_directory
 
 pytest_plugins = ("small_workspaces",)
 SUMS = {
@@ -98,6 +105,53 @@ def test_a_turn_too_many_is_not_taken_and_the_verdict_comes_anyway(tasks: str) -
     assert (len(rollout.turns), rollout.reward.value) == (1, 1.0)
 
 
+MEND = "sed -i 's/a - b/a + b/' sums.py"
+
+
+def group(game: Any, task: Task, *script: str | None, n: int) -> tuple[Rollout, ...]:
+    """The rollouts of a group at a scripted engine."""
+
+    async def main() -> tuple[Rollout, ...]:
+        made = renderer("qwen3")
+        async with Host.open(ScriptedEngine(made, list(script)), made, max_model_len=CONTEXT) as host:
+            return await AgentRunner(host, game.rollout, CoinScorer(), Sampling(400, seed=0), timeout_s=60).rollouts(
+                task, n
+            )
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_group_goes_on_from_the_state_of_its_first_rollout(calls: bool, tasks: str) -> None:
+    game = service("workspace", tasks=tasks, fork_after=1, calls=calls)
+    begun = (
+        call("bash", command="cd tests; sed -i 's/a - b/a + b/' ../sums.py")
+        if calls
+        else block("cd tests; sed -i 's/a - b/a + b/' ../sums.py")
+    )
+    first, *others = group(game, game.draw(Split.TRAIN, 0), begun, *["DONE"] * 3, n=3)
+    assert [len(one.turns) for one in (first, *others)] == [2, 1, 1]
+    assert [one.reward.value for one in (first, *others)] == [1.0, 1.0, 1.0]
+    for other in others:
+        assert other.messages == first.messages
+        assert other.reward.evidence.startswith("begins where the group's first rollout was after 1 answers\nverdict")
+    assert not list(trees_directory().glob("forks/*"))
+
+
+@pytest.mark.parametrize("end", ["DONE", None])
+def test_a_group_whose_first_rollout_ends_early_or_fails_begins_for_itself(end: str | None, tasks: str) -> None:
+    game = service("workspace", tasks=tasks, fork_after=1)
+    first, other = group(game, game.draw(Split.TRAIN, 0), end, block(MEND), "DONE", n=2)
+    assert first.status is (RolloutStatus.FINISHED if end else RolloutStatus.FAILED)
+    assert (first.reward.value, other.reward.value, len(other.turns)) == (0.0, 1.0, 2)
+
+
+def test_held_out_answers_and_single_ones_begin_for_themselves(tasks: str) -> None:
+    game = service("workspace", tasks=tasks, fork_after=1)
+    (alone,) = group(game, game.draw(Split.TRAIN, 0), block(MEND), "DONE", n=1)
+    assert (alone.reward.value, len(alone.turns)) == (1.0, 2)
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [
@@ -115,6 +169,8 @@ def test_a_wrong_file_is_named_before_the_run(line: str, says: str, tmp_path: Pa
 
 def test_wrong_settings_are_refused() -> None:
     given: Any
-    for given in ({"turns": 0}, {"command_s": 0}, {"most_characters": 5}, {"colour": 1}):
+    for given in ({"turns": 0}, {"command_s": 0}, {"most_characters": 5}, {"colour": 1}, {"fork_after": -1}):
         with pytest.raises(TaskError):
             service("workspace", **given)
+    with pytest.raises(TaskError, match="fork_after: expected less than turns = 3, got 3"):
+        service("workspace", turns=3, fork_after=3).check()

@@ -190,6 +190,20 @@ def test_names_that_are_no_text_are_part_of_a_tree_s_name(source: Path) -> None:
     assert len(digests) == 4
 
 
+@pytest.mark.parametrize("kind", [None, ForkKind.COPY])
+def test_a_copy_goes_on_with_the_files_the_deletions_and_the_shell_and_changes_alone(
+    kind: ForkKind | None, tree: Tree
+) -> None:
+    with fork(tree, kind) as workspace:
+        said(workspace, "rm tests/test_sums.py; echo one > one; cd tests; X=1")
+        with workspace.copy() as other:
+            said(workspace, "echo two > ../two")
+            assert said(other, "pwd; echo $X; ls ..; ls") == "/workspace/tests\n1\none\nsums.py\ntests\n"
+            said(other, "rm ../one")
+        assert said(workspace, "ls ..") == "one\nsums.py\ntests\ntwo\n"
+        assert not other.folder.exists()
+
+
 def test_a_snapshot_is_forked_again_with_its_shell_and_its_deletions(tree: Tree) -> None:
     if fork_kind() is not ForkKind.OVERLAY:
         pytest.skip(f"this machine forks by {fork_kind()}")

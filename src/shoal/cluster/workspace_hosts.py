@@ -184,7 +184,7 @@ class HostedWorkspaces(Environment):
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Plays where most room is. Raises `EnvironmentFailed` where another host may succeed, and as the task does."""
-        if not self._hosts.places:
+        if not self._hosts.places or self._own.author.fork_after:  # a group that forks stays on one host
             async with self._hosts.place(self._here, travels=False):
                 return await self._own.rollout(task, model)
         wanted = self._own.author.task_of(task)

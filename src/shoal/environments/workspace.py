@@ -8,7 +8,7 @@ import asyncio
 import json
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -22,10 +22,10 @@ from shoal.errors import TaskError
 from shoal.interfaces import Model
 from shoal.net.process import cores
 from shoal.tasks.holdout import EVAL_SHARE, first_of, order_of, prompt, split_of
-from shoal.tasks.sdk import environment
+from shoal.tasks.sdk import BEGINNING, environment
 from shoal.types import Json, Message, Outcome, Role, Split, Task, seed_for
 from shoal.workspace.changes import Worklog
-from shoal.workspace.fork import LIMITS, Workspace, fork_kind, sweep
+from shoal.workspace.fork import LIMITS, Workspace, fork_kind, made_in_thread, sweep
 from shoal.workspace.judge import judge
 from shoal.workspace.task import WorkspaceTask, opened, tasks_in
 from shoal.workspace.tools import Tools
@@ -46,6 +46,8 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
     """File of tasks as JSON lines; empty for small programs with a slip."""
     turns: Annotated[int, Meta(ge=1)] = 8
     """Number of answers in one rollout."""
+    fork_after: Annotated[int, Meta(ge=0)] = 0
+    """Answers of a group's first rollout after which the others go on from its state; 0 has each begin for itself."""
     calls: bool = False
     """True for tool calls in the form of the model's chat template; else commands stand in blocks of text."""
     command_s: Annotated[float, Meta(gt=0)] = 30.0
@@ -57,6 +59,8 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
         """Raises `SandboxUnavailable` when this machine has no workspaces, and `TaskError` for a wrong file."""
         fork_kind()
         sweep()
+        if self.fork_after and self.fork_after >= self.turns:
+            raise TaskError(f"fork_after: expected less than turns = {self.turns}, got {self.fork_after}")
         if self.tasks:
             _halves(self.tasks)
 
@@ -87,29 +91,51 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
 
     async def played(self, wanted: WorkspaceTask, messages: Sequence[Message], model: Model) -> Outcome:
         """The rollout of a task; `messages` ask for it."""
-        workspace = await opened(wanted)
+        group = BEGINNING.get() if self.fork_after else None
+        begun = await group[0].state() if group and not group[1] else None
+        if isinstance(begun, ForkPoint):
+            workspace, talk = await made_in_thread(begun.workspace.copy), list(begun.messages)
+        else:
+            workspace, talk = await opened(wanted), list(messages)
         try:
-            worklog = await self.play(workspace, list(messages), model)
+            worklog, left = Worklog(workspace), self.turns
+            if isinstance(begun, ForkPoint):
+                worklog.text = f"begins where the group's first rollout was after {self.fork_after} answers\n"
+                left -= self.fork_after
+            elif group and group[1]:
+                await self._play(worklog, talk, model, self.fork_after)
+                left = 0 if talk[-1].role is Role.ASSISTANT else left - self.fork_after
+                if left:
+                    copy = await made_in_thread(workspace.copy)
+                    group[0].reached(ForkPoint(copy, tuple(talk)), copy.close)
+            await self._play(worklog, talk, model, left)
             verdict = await judge(workspace, wanted)
             evidence = f"{worklog.text}{verdict}".encode(errors="replace").decode()  # names of files may be no text
             return Outcome(reward=verdict.reward, evidence=evidence)
         finally:
             await asyncio.to_thread(workspace.close)
 
-    async def play(self, workspace: Workspace, messages: list[Message], model: Model) -> Worklog:
-        """Lets the model work; appends the conversation to `messages`, and returns what its commands did."""
-        limits, worklog = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s), Worklog(workspace)
-        tools = Tools(workspace, limits, self.most_characters, worklog)
+    async def _play(self, worklog: Worklog, messages: list[Message], model: Model, most: int) -> None:
+        """Lets the model work for so many answers or until it is done, then the last of `messages` is its own."""
+        limits = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s)
+        tools = Tools(worklog.workspace, limits, self.most_characters, worklog)
         if self.calls:
-            await converse(model, messages, {tool.__name__: tool for tool in tools.all()}, self.turns)
-            return worklog
-        for _ in range(self.turns):
+            await converse(model, messages, {tool.__name__: tool for tool in tools.all()}, most)
+            return
+        for _ in range(most):
             said = await model.answer(messages)
             messages.append(said)
             if (command := command_in(said.content)) is None:
-                break
+                return
             messages.append(Message(Role.USER, await tools.bash(command) or "(it printed nothing)"))
-        return worklog
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPoint:
+    """A spare workspace, and the conversation up to its state."""
+
+    workspace: Workspace
+    messages: tuple[Message, ...]
 
 
 workspace = environment("workspace", max_running=4 * cores(), timeout_s=900.0)(WorkspaceGame)

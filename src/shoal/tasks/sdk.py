@@ -21,12 +21,15 @@ belongs to the other split by its text is drawn again. So draws repeat, and held
 Methods may be `async` or not; plain methods run in threads. Each process that serves the class makes one object of it.
 """
 
+import asyncio
+import contextlib
 import dataclasses
 import inspect
 import itertools
 import json
 import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -53,6 +56,34 @@ class EnvironmentFailed(Exception):
 
 class PolicyFailed(Exception):
     """The policy made it impossible to go on: the rollout ends here and is trained with a reward of 0."""
+
+
+class Beginning:
+    """A state that the rollouts of one group share: the first reaches it, and the others may go on from there."""
+
+    def __init__(self, ended: contextlib.AsyncExitStack) -> None:
+        """`ended` is closed once no rollout of the group runs any more."""
+        self._ended = ended
+        self._state: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+    async def state(self) -> object:
+        """The state, once the first rollout has reached it; None when it ends without."""
+        return await asyncio.shield(self._state)
+
+    def reached(self, state: object, close: Callable[[], object]) -> None:
+        """Has the others go on from a state, which is closed in a thread at the group's end."""
+        self._ended.push_async_callback(asyncio.to_thread, close)
+        if not self._state.done():  # another attempt of the first rollout may have reached one
+            self._state.set_result(state)
+
+    def ends(self) -> None:
+        """Lets those that wait begin for themselves."""
+        if not self._state.done():
+            self._state.set_result(None)
+
+
+BEGINNING: ContextVar[tuple[Beginning, bool] | None] = ContextVar("beginning", default=None)
+"""Beginning of the rollout's group, and whether the rollout is the first; None outside of a group that trains."""
 
 
 @dataclass(frozen=True, slots=True)

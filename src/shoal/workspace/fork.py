@@ -252,6 +252,17 @@ class Workspace:
             below = self.tree if self.kind is ForkKind.OVERLAY else None
             return kept(layer, self.tree.place, has_system=self.tree.has_system, below=below)
 
+    def copy(self) -> "Workspace":
+        """Another workspace in this one's state; call it between commands. Raises `OSError`."""
+        folder = new_folder()
+        if self.kind is ForkKind.OVERLAY:
+            (folder / "work").mkdir()
+        other = Workspace(self.tree, folder, self.kind, self.packages)
+        if not _copied(self.own, other.own, "auto"):
+            other.close()
+            raise OSError(f"the workspace {self.own} could not be copied")
+        return other
+
     def close(self) -> None:
         """Removes the fork."""
         if self.folder.is_dir():

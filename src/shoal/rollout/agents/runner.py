@@ -11,7 +11,7 @@ from shoal.interfaces import FinishedTurns, Model, Purpose, Scorer, TurnsOf
 from shoal.model.answer import written
 from shoal.plugins import described
 from shoal.rollout.single_turn import failed, priority_of, sampled_for, unscored
-from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
+from shoal.tasks.sdk import BEGINNING, Beginning, EnvironmentFailed, PolicyFailed
 from shoal.types import Message, Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Sampling, Task, seed_for
 
 if TYPE_CHECKING:
@@ -93,7 +93,20 @@ class AgentRunner:
     ) -> tuple[Rollout, ...]:
         """The `n` rollouts of a task, side by side."""
         kept = [None if turns is None else turns(i) for i in range(n)]
-        return tuple(await asyncio.gather(*(self._rollout(task, i, purpose, kept[i]) for i in range(n))))
+        async with contextlib.AsyncExitStack() as ended:
+            if n == 1 or purpose is not Purpose.TRAIN:
+                return tuple(await asyncio.gather(*(self._rollout(task, i, purpose, kept[i]) for i in range(n))))
+            begun = Beginning(ended)
+            return tuple(await asyncio.gather(*(self._branch(begun, task, i, kept[i]) for i in range(n))))
+
+    async def _branch(self, begun: Beginning, task: Task, i: int, turns: FinishedTurns | None) -> Rollout:
+        """The i-th rollout of a group that trains."""
+        BEGINNING.set((begun, i == 0))
+        try:
+            return await self._rollout(task, i, Purpose.TRAIN, turns)
+        finally:
+            if i == 0:
+                begun.ends()
 
     async def _rollout(self, task: Task, i: int, purpose: Purpose, turns: FinishedTurns | None) -> Rollout:
         seed = seed_for("rollout", self.sampling.seed or 0, task.id, i)
