@@ -129,13 +129,14 @@ def test_a_group_goes_on_from_the_state_of_its_first_rollout(calls: bool, tasks:
         if calls
         else block("cd tests; sed -i 's/a - b/a + b/' ../sums.py")
     )
+    before = {*trees_directory().glob("forks/*")}
     first, *others = group(game, game.draw(Split.TRAIN, 0), begun, *["DONE"] * 3, n=3)
     assert [len(one.turns) for one in (first, *others)] == [2, 1, 1]
     assert [one.reward.value for one in (first, *others)] == [1.0, 1.0, 1.0]
     for other in others:
         assert other.messages == first.messages
-        assert other.reward.evidence.startswith("begins where the group's first rollout was after 1 answers\nverdict")
-    assert not list(trees_directory().glob("forks/*"))
+        assert other.reward.evidence.startswith("after 1 answers of the group's first rollout\nverdict")
+    assert {*trees_directory().glob("forks/*")} == before
 
 
 @pytest.mark.parametrize("end", ["DONE", None])

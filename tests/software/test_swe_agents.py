@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from shoal.environments.workspace import command_in, small_task
+from shoal.errors import TaskError
 from shoal.net.chat import close_clients
 from shoal.net.client import session
 from shoal.tasks.remote_worker import HttpModel
@@ -90,6 +91,13 @@ def test_an_agent_mends_a_fault_by_commands_and_a_silent_one_does_not(
 
 def test_an_agent_that_runs_out_of_turns_is_judged(tmp_path: Path) -> None:
     assert asyncio.run(reward("agents_sdk", [call("bash", command=MENDS)], tmp_path)) == 1.0
+
+
+def test_agents_cannot_fork_with_their_workspace() -> None:
+    from swe import Swe
+
+    with pytest.raises(TaskError, match="fork_after: expected 0 with an agent"):
+        Swe(fork_after=1).check()
 
 
 def test_the_careless_teacher_mends_some_programs_and_shows_no_fault_that_is_held_out() -> None:

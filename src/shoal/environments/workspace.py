@@ -59,8 +59,10 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
         """Raises `SandboxUnavailable` when this machine has no workspaces, and `TaskError` for a wrong file."""
         fork_kind()
         sweep()
-        if self.fork_after and self.fork_after >= self.turns:
+        if self.fork_after >= self.turns:
             raise TaskError(f"fork_after: expected less than turns = {self.turns}, got {self.fork_after}")
+        if self.fork_after and type(self).play is not WorkspaceGame.play:
+            raise TaskError("fork_after: expected 0 with an agent, whose state cannot be copied")
         if self.tasks:
             _halves(self.tasks)
 
@@ -94,29 +96,34 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
         group = BEGINNING.get() if self.fork_after else None
         begun = await group[0].state() if group and not group[1] else None
         if isinstance(begun, ForkPoint):
-            workspace, talk = await made_in_thread(begun.workspace.copy), list(begun.messages)
+            messages, workspace = begun.messages, await made_in_thread(begun.workspace.copy)
         else:
-            workspace, talk = await opened(wanted), list(messages)
+            workspace = await opened(wanted)
         try:
-            worklog, left = Worklog(workspace), self.turns
+            worklog = await self.play(workspace, list(messages), model)
             if isinstance(begun, ForkPoint):
-                worklog.text = f"begins where the group's first rollout was after {self.fork_after} answers\n"
-                left -= self.fork_after
-            elif group and group[1]:
-                await self._play(worklog, talk, model, self.fork_after)
-                left = 0 if talk[-1].role is Role.ASSISTANT else left - self.fork_after
-                if left:
-                    copy = await made_in_thread(workspace.copy)
-                    group[0].reached(ForkPoint(copy, tuple(talk)), copy.close)
-            await self._play(worklog, talk, model, left)
+                worklog.text = f"after {self.fork_after} answers of the group's first rollout\n{worklog.text}"
             verdict = await judge(workspace, wanted)
             evidence = f"{worklog.text}{verdict}".encode(errors="replace").decode()  # names of files may be no text
             return Outcome(reward=verdict.reward, evidence=evidence)
         finally:
             await asyncio.to_thread(workspace.close)
 
-    async def _play(self, worklog: Worklog, messages: list[Message], model: Model, most: int) -> None:
-        """Lets the model work for so many answers or until it is done, then the last of `messages` is its own."""
+    async def play(self, workspace: Workspace, messages: list[Message], model: Model) -> Worklog:
+        """Lets the model work; appends the conversation to `messages`, and returns what its commands did."""
+        worklog, group = Worklog(workspace), BEGINNING.get() if self.fork_after else None
+        if group and group[1]:
+            await self._answers(worklog, messages, model, self.fork_after)
+            if messages[-1].role is Role.ASSISTANT:
+                return worklog
+            copy = await made_in_thread(workspace.copy)
+            group[0].reached(ForkPoint(copy, tuple(messages)), copy.close)
+        given = sum(one.role is Role.ASSISTANT for one in messages)
+        await self._answers(worklog, messages, model, self.turns - given)
+        return worklog
+
+    async def _answers(self, worklog: Worklog, messages: list[Message], model: Model, most: int) -> None:
+        """At most so many answers; the last message is the model's once it is done."""
         limits = replace(LIMITS, wall_s=self.command_s, cpu_s=self.command_s)
         tools = Tools(worklog.workspace, limits, self.most_characters, worklog)
         if self.calls:
