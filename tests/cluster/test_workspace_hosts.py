@@ -161,7 +161,9 @@ async def test_no_host_plays_more_at_once_than_it_has_places_nor_a_task_that_pla
             playing[name] -= 1
 
     definition = Definition("workspace", WorkspaceGame(), max_running=2)
-    with RunServer() as server, hosted({"own": wrong, "workspace": definition}, server, RUN) as found:
+    forks = Definition("forks", WorkspaceGame(fork_after=1))
+    games = {"own": wrong, "workspace": definition, "forks": forks}
+    with RunServer() as server, hosted(games, server, RUN) as found:
         assert [*found] == ["workspace"]
         own: Any = found["workspace"]
         async with hosts.joined(WorkspacesRole(max_running=3), worker):

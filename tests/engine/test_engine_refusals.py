@@ -87,5 +87,10 @@ def test_more_lists_than_a_score_may_have_are_refused_before_they_are_made(
     server: Server, lists: int, words: str
 ) -> None:
     others = b",".join([b"[]"] * (lists - 2))  # the other two are their list and that of the tokens
-    status, answer = server.ask("/score", raw=b'{"token_ids": [1, 2], "others": [' + others + b"]}")
+    raw = b'{"token_ids": [1, 2], "others": [' + others + b"]}"
+    status, answer = server.ask("/score", raw=raw)
     assert (status, words in answer["error"]["message"]) == (400, True)
+    if lists > MOST_LISTS:
+        for route in ("/stream", "/inference/v1/generate"):
+            status, answer = server.ask(route, raw=raw)
+            assert (status, words in answer["error"]["message"]) == (400, True)

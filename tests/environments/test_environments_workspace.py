@@ -15,6 +15,7 @@ from gateway_engine import CONTEXT, ScriptedEngine
 from shoal import wire
 from shoal.errors import TaskError
 from shoal.gateway.host import Host
+from shoal.interfaces import Purpose
 from shoal.rollout.agents.runner import AgentRunner
 from shoal.types import Rollout, RolloutStatus, Sampling, Split, Task
 from shoal.workspace.tree import trees_directory
@@ -108,15 +109,14 @@ def test_a_turn_too_many_is_not_taken_and_the_verdict_comes_anyway(tasks: str) -
 MEND = "sed -i 's/a - b/a + b/' sums.py"
 
 
-def group(game: Any, task: Task, *script: str | None, n: int) -> tuple[Rollout, ...]:
+def group(game: Any, task: Task, *script: str | None, n: int, purpose: Purpose = Purpose.TRAIN) -> tuple[Rollout, ...]:
     """The rollouts of a group at a scripted engine."""
 
     async def main() -> tuple[Rollout, ...]:
         made = renderer("qwen3")
         async with Host.open(ScriptedEngine(made, list(script)), made, max_model_len=CONTEXT) as host:
-            return await AgentRunner(host, game.rollout, CoinScorer(), Sampling(400, seed=0), timeout_s=60).rollouts(
-                task, n
-            )
+            runner = AgentRunner(host, game.rollout, CoinScorer(), Sampling(400, seed=0), timeout_s=60)
+            return await runner.rollouts(task, n, purpose)
 
     return asyncio.run(main())
 
@@ -135,7 +135,7 @@ def test_a_group_goes_on_from_the_state_of_its_first_rollout(calls: bool, tasks:
     assert [one.reward.value for one in (first, *others)] == [1.0, 1.0, 1.0]
     for other in others:
         assert other.messages == first.messages
-        assert other.reward.evidence.startswith("after 1 answers of the group's first rollout\nverdict")
+        assert other.reward.evidence.startswith("goes on after answer 1 of the group's first rollout\nverdict")
     assert {*trees_directory().glob("forks/*")} == before
 
 
@@ -149,8 +149,10 @@ def test_a_group_whose_first_rollout_ends_early_or_fails_begins_for_itself(end: 
 
 def test_held_out_answers_and_single_ones_begin_for_themselves(tasks: str) -> None:
     game = service("workspace", tasks=tasks, fork_after=1)
-    (alone,) = group(game, game.draw(Split.TRAIN, 0), block(MEND), "DONE", n=1)
-    assert (alone.reward.value, len(alone.turns)) == (1.0, 2)
+    script = [*[block(MEND)] * 2, *["DONE"] * 2]
+    held_out = group(game, game.draw(Split.EVAL, 0), *script, n=2, purpose=Purpose.SAMPLED)
+    alone = group(game, game.draw(Split.TRAIN, 0), block(MEND), "DONE", n=1)
+    assert [(one.reward.value, len(one.turns)) for one in (*held_out, *alone)] == [(1.0, 2)] * 3
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,9 @@ def test_a_client_that_disappears_leaves_one_trained_branch(stream: bool) -> Non
         gone = asyncio.create_task(posted(http, url, {**ASK, "stream": stream}))
         await until(lambda: bool(one.engine.received))
         gone.cancel()
-        await asyncio.sleep(0.1)  # in which the gateway hears of it
+        await asyncio.wait([gone])
+        for _ in range(50):  # turns of the event loop, in which the gateway hears of it, however long they take
+            await asyncio.sleep(0.002)
         one.engine.gate.set()
         await until(lambda: bool(session.tree.generations))
         await asyncio.sleep(0.1)  # in which it could be delivered

@@ -25,7 +25,7 @@ from shoal.rollout.agents import clients
 from shoal.rollout.agents.clients import Named, agent_of, command_play, function_play
 from shoal.rollout.agents.runner import AgentFailed, AgentRunner, Play
 from shoal.tasks.remote_worker import HttpModel
-from shoal.tasks.sdk import EnvironmentFailed, PolicyFailed
+from shoal.tasks.sdk import BEGINNING, EnvironmentFailed, PolicyFailed
 from shoal.trainer.advantage import rows
 from shoal.types import Completion, Message, Outcome, Role, Rollout, RolloutStatus, Sampling, Task
 from until import until
@@ -569,3 +569,23 @@ def test_an_agent_is_answered_from_the_turns_of_a_killed_run_unless_its_rollout_
     rollout = asyncio.run(main())
     words = ["fourth", "fifth", "sixth"] if begins_again else ["first", "second", "third"]
     assert [one.content for one in rollout.messages if one.role is Role.ASSISTANT] == words
+
+
+def test_no_rollout_of_a_group_waits_for_another_attempt_of_its_first() -> None:
+    place, other_waits, attempts = asyncio.Lock(), asyncio.Event(), list[str]()
+
+    async def plays(task: Task, model: Model) -> Outcome:
+        begun, is_first = BEGINNING.get() or pytest.fail("a group that trains has a beginning")
+        if not is_first:
+            other_waits.set()
+        async with place:  # which the first leaves between its attempts
+            attempts.append("first" if is_first else "other")
+            if attempts == ["first"]:
+                await other_waits.wait()
+                raise EnvironmentFailed("the server left", retry=True)
+            assert is_first or await begun.state() is None
+            return Outcome(answer=(await model.answer(task.messages)).content)
+
+    rollouts = played(contextlib.nullcontext(plays), n=2)
+    assert attempts == ["first", "other", "first"]
+    assert [one.status for one in rollouts] == [RolloutStatus.FINISHED] * 2

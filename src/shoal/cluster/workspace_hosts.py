@@ -184,7 +184,7 @@ class HostedWorkspaces(Environment):
 
     async def rollout(self, task: Task, model: Model) -> Outcome:
         """Plays where most room is. Raises `EnvironmentFailed` where another host may succeed, and as the task does."""
-        if not self._hosts.places or self._own.author.fork_after:  # a group that forks stays on one host
+        if not self._hosts.places:
             async with self._hosts.place(self._here, travels=False):
                 return await self._own.rollout(task, model)
         wanted = self._own.author.task_of(task)
@@ -235,12 +235,13 @@ class HostedWorkspaces(Environment):
 def hosted(
     environments: Mapping[str, Environment], server: RunServer, identity: Identity
 ) -> Iterator[Mapping[str, Environment]]:
-    """The tasks of workspaces among these, for hosts that join within the block."""
-    games = {
-        name: one
-        for name, one in environments.items()
-        if isinstance(one, Definition) and type(one.author) is WorkspaceGame and not one.rewrite
-    }
+    """The tasks of workspaces among these, for hosts that join within the block. A group that forks stays here."""
+
+    def travels(one: Environment) -> bool:
+        game = one.author if isinstance(one, Definition) and not one.rewrite else None
+        return type(game) is WorkspaceGame and not game.fork_after
+
+    games = {name: one for name, one in environments.items() if isinstance(one, Definition) and travels(one)}
     if not games:
         yield {}
         return

@@ -102,7 +102,7 @@ class WorkspaceGame(msgspec.Struct, frozen=True):
         try:
             worklog = await self.play(workspace, list(messages), model)
             if isinstance(begun, ForkPoint):
-                worklog.text = f"after {self.fork_after} answers of the group's first rollout\n{worklog.text}"
+                worklog.text = f"goes on after answer {self.fork_after} of the group's first rollout\n{worklog.text}"
             verdict = await judge(workspace, wanted)
             evidence = f"{worklog.text}{verdict}".encode(errors="replace").decode()  # names of files may be no text
             return Outcome(reward=verdict.reward, evidence=evidence)

@@ -50,7 +50,7 @@ class ServedEngine(Protocol):
         """State of the engine."""
 
 
-async def _asked(http: Request, kind: type[T]) -> T:
+async def asked_in(http: Request, kind: type[T]) -> T:
     """The body of a request. Its lists are counted before they are made: a second went into 8 MiB of empty ones."""
     data = await body(http, protocol.MAX_BODY_BYTES)
     if (lists := data.count(b"[")) > protocol.MOST_LISTS:
@@ -62,7 +62,7 @@ def posted(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, obj
     """Route that answers a body of a kind."""
 
     async def handle(http: Request) -> Response:
-        return json(await answer(await _asked(http, kind)))
+        return json(await answer(await asked_in(http, kind)))
 
     return Route(path, handle, methods=["POST"])
 
@@ -89,7 +89,7 @@ def engine_app(
 
     def cancellable(path: str, kind: type[T], answer: Callable[[T], Coroutine[object, object, object]]) -> Route:
         async def handle(http: Request) -> Response:
-            asked = await _asked(http, kind)
+            asked = await asked_in(http, kind)
             answering = asyncio.create_task(answer(asked), name=path)
             gone = asyncio.create_task(disconnected(http), name="disconnection")
             try:

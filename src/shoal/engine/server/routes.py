@@ -26,10 +26,10 @@ from shoal.engine.compute.step_engine import COUNTERS, GAUGES, StepEngine
 from shoal.engine.compute.weight_loading import check_below, weight_file
 from shoal.engine.server import protocol
 from shoal.engine.server.engine_thread import EngineThread, TokenStream, pass_on, result
-from shoal.engine.server.router import bodiless, engine_app
+from shoal.engine.server.router import asked_in, bodiless, engine_app
 from shoal.errors import EngineUnavailable, RequestRefused, ShoalError
 from shoal.interfaces import EngineInfo, LogitRules
-from shoal.net.server import HANDLERS, body, decoded, exposition, json, refusal
+from shoal.net.server import HANDLERS, exposition, json, refusal
 from shoal.types import Completion, FinishReason
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class EngineServer:
 
     async def _stream(self, http: HttpRequest) -> Response:
         """Answers with a line of JSON for each piece of the answer; an error before the first has its own status."""
-        asked = decoded(await body(http, protocol.MAX_BODY_BYTES), protocol.StreamRequest)
+        asked = await asked_in(http, protocol.StreamRequest)
         check_rules(asked.rules, self._engine.vocabulary)
         request = _request(protocol.GenerateRequest(asked.token_ids, asked.sampling_params))
         self._engine.check(request)

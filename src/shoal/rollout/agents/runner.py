@@ -123,6 +123,8 @@ class AgentRunner:
                     await model.end()  # the answer in progress becomes a turn
                 if not (end.again and attempts_left):
                     break
+                if (group := BEGINNING.get()) and group[1]:
+                    group[0].ends()  # another attempt may have to wait for the places of those that wait for it
                 if turns is not None:
                     turns.forget()
         return await self._judged(task, i, model, end)
