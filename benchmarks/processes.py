@@ -22,6 +22,15 @@ SHOAL = (
 """Arguments of Python for a command of Shoal that ends with this process."""
 
 
+def commit() -> str:
+    """The short hash of the code that runs, for raw data; "" outside of a clone."""
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
 async def started(arguments: Sequence[str], log: Path | None, prefix: Sequence[str] = ()) -> asyncio.subprocess.Process:
     """Starts Python with some arguments; it writes to the end of `log`, or its output comes to this process."""
     with nullcontext() if log is None else log.open("ab") as file:

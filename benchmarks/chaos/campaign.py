@@ -5,8 +5,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
-import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -20,6 +18,7 @@ from benchmarks.chaos.schedule import Fault, schedule
 from benchmarks.chaos.victim import STANDSTILL_S, Victim
 from benchmarks.chaos.witness import Witness
 from benchmarks.flood import hostile_frames
+from benchmarks.processes import commit
 from shoal.config import Config, parse
 from shoal.experience.audit import AuditReport, Check, audit
 from shoal.run.commands.swarm import generate
@@ -89,7 +88,7 @@ async def campaign(seed: int, seconds: float, most: int | None = None) -> Report
         async with _swarm(root, seed) as url:
             config = config_of(seed, root, root / DISK / "run", url)
             await _endure(config, root, disk, url, report, began_s + seconds, most)
-    report.commit = _commit()
+    report.commit = commit()
     report.seconds, report.load = round(time.monotonic() - began_s, 1), round(os.getloadavg()[2], 1)
     return report
 
@@ -240,13 +239,6 @@ def judged(report: Report, victim: Victim, witness: Witness, found: AuditReport)
         *victim.unnamed[:KEPT],
         *(f"{check}: {finding.offenders[:KEPT]}" for check, finding in found.findings.items()),
     ]
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    return (
-        subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() if shutil.which("git") else ""
-    )
 
 
 def as_values(report: Report) -> dict[str, object]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from string import ascii_lowercase
 
-from benchmarks.processes import SHOAL, started
+from benchmarks.processes import SHOAL, commit, started
 from experiments.churn.cut import Cut
 from experiments.churn.findings import findings_of, has_step
 from shoal.config import parse, to_toml
@@ -252,6 +252,7 @@ async def run(folder: Path, scale: Scale) -> dict[str, object]:
         stopped = swarm.ended()
         await swarm.stop()
         return {
+            "commit": commit(),
             "seconds": scale.seconds,
             "stopped_by_themselves": stopped,
             "partition": cut.possible,

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
+from benchmarks.processes import commit
 from experiments.rehearsal.closed_form import closed_forms
 from experiments.rehearsal.own_runs import own_runs
 from experiments.rehearsal.published import areal, step_times
@@ -76,11 +77,8 @@ def _faults(results: Path) -> list[Mapping[str, int]]:
 
 
 def _where(began_s: float) -> dict[str, object]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
     return {
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "cpu_s": round(time.process_time() - began_s, 1),

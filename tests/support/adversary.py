@@ -18,6 +18,7 @@ from statistics import fmean
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from benchmarks.memory_swarm import MemorySwarm
+from benchmarks.processes import commit
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
@@ -105,6 +106,7 @@ def simulated(attack: Attack, seed: int, folder: Path) -> dict[str, object]:
     bad = {one.peer_id for one in owned}
     during = Counter(author in bad for step in taken[attack.from_step :] for author in step)
     return {
+        "commit": commit(),
         **asdict(attack),
         "seed": seed,
         "share": round(during[True] / max(during.total(), 1), 3),

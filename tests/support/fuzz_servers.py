@@ -27,6 +27,7 @@ from starlette.types import ASGIApp
 
 import engine_server
 from benchmarks.memory_swarm import MemorySwarm
+from benchmarks.processes import commit
 from chat_templates import renderer
 from fuzz_attack import Attack, Target
 from fuzz_bodies import CHAT, MESSAGES, RESPONSES
@@ -298,6 +299,7 @@ def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, An
         attacks += asyncio.run(attacked(chosen, requests // 2, seed + 2))
         after = _memory(processes)
     return {
+        "commit": commit(),
         "requests": sum(attack.statuses.total() for attack in attacks),
         "servers": {name: _statuses(attack for attack in attacks if attack.name == name) for name in chosen},
         "found": [one for attack in attacks for one in attack.found],

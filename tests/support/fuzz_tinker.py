@@ -30,6 +30,7 @@ import tinker
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
+from benchmarks.processes import commit
 from fuzz_attack import Attack, Target
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from tinker_clients import TIMEOUT_S, TOKENS, client_of, datum, logprobs, stepped, trained
@@ -363,6 +364,7 @@ def fuzz(requests: int, seed: int = 0, kills: int = 2) -> dict[str, Any]:
     found += [f"not the client's fault: {words}" for words in kinds.pop("server", [])]
     statuses = sum((attack.statuses for attack in attacks), Counter[int]())
     return {
+        "commit": commit(),
         "requests": statuses.total(),
         "statuses": {str(status): number for status, number in sorted(statuses.items())},
         "futures": {name: len(those) for name, those in kinds.items()},
