@@ -87,6 +87,35 @@ def test_what_a_program_prints_is_compared_line_by_line(backend: Backend) -> Non
     assert rewards[5].evidence == "test 1 of 2: printed too much"
 
 
+SUM = "a, b = map(int, input().split())\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print(a + b)\nexit()",
+        "print(a + b)\nif a:\n    quit(0)",
+        "import atexit, sys\natexit.register(lambda: print(a + b))\nsys.exit()",
+        "import atexit, io, sys\nsys.stdout = io.StringIO()\nprint(a + b)\n"
+        "atexit.register(lambda: sys.__stdout__.write(sys.stdout.getvalue()))",
+        "import sys\nsys.stdout.write(str(a + b))\nsys.stdout.close()",
+        "out = open(1, 'w')\nout.write(str(a + b))",
+        "import io, os\nclass Fast(io.IOBase):\n    def flush(self): os.write(1, str(a + b).encode())\n"
+        "import sys\nsys.stdout = Fast()",
+        "import sys, threading\nthreading.Thread(target=lambda: print(a + b)).start()\nsys.exit()",
+    ],
+)
+@pytest.mark.parametrize("tests", [LINES, LINES[:1]], ids=["forked", "alone"])
+def test_a_program_ends_and_prints_as_under_python(program: str, tests: list[Json]) -> None:
+    assert values(scored(tests, [SUM + program, f"{SUM}print(a + b)\nexit(1)"])) == [1.0, 0.0]
+
+
+def test_starter_code_may_name_types_that_it_does_not_import() -> None:
+    calls: list[Json] = [{"call": "Solution.total", "args": [[1, 2]], "returns": 3}]
+    answer = "class Solution:\n    def total(self, numbers: List[int]) -> int:\n        return sum(numbers)\n"
+    assert values(scored(calls, [answer])) == [1.0]
+
+
 def test_partial_credit_is_the_share_of_tests_passed() -> None:
     three = "print(3)"
     assert values(scored(LINES, [three, READS], Code(partial=True))) == [0.5, 1.0]
