@@ -15,6 +15,7 @@ from shoal.software.formats import changed, oracle, recipe_of, reversed_patch, t
 from shoal.software.images import DockerLike, image_tree
 from shoal.workspace.changes import difference_of
 from shoal.workspace.reports import ReportKind
+from shoal.workspace.task import opened
 from shoal.workspace.tree import tree_of
 
 HELLO = 'echo "Hello, world!" > hello.txt\n'
@@ -234,6 +235,32 @@ def test_an_instance_of_swe_bench_has_its_tests_from_the_test_patch(tmp_path: Pa
     (task,) = tasks_of(tmp_path / "rows.jsonl", tmp_path / "trees")
     assert list(task.files) == ["tests/test_new.py"]
     assert asyncio.run(checked(task)).is_sound
+
+
+@pytest.mark.parametrize("plants", [True, False], ids=["SWE-smith", "SWE-bench"])
+def test_no_history_of_a_repository_shows_the_solution(tmp_path: Path, plants: bool) -> None:
+    wrong, repository = SOURCE.replace("return most", "return number"), tmp_path / "repo"
+    repository.mkdir()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], cwd=repository, check=True)
+    for text in (SOURCE if plants else wrong, SOURCE):  # the second commit is the future of the base commit
+        (repository / "a.py").write_text(text)
+        subprocess.run([*git, "add", "a.py"], cwd=repository, check=True)
+        subprocess.run([*git, "commit", "-qm", "a", "--allow-empty"], cwd=repository, check=True)
+    subprocess.run([*git, "reset", "-q", "--hard", "HEAD~1"], cwd=repository, check=True)
+    patch = difference_of("a.py", SOURCE, wrong) if plants else difference_of("a.py", wrong, SOURCE)
+    fields = {"instance_id": "repo-1", "repo": "owner/repo", "problem_statement": "?", "patch": patch}
+    fields |= {} if plants else {"base_commit": "0" * 40}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**fields, "FAIL_TO_PASS": ["t.py::a"], "PASS_TO_PASS": []}))
+    (task,) = tasks_of(tmp_path / "rows.jsonl")
+
+    async def looked() -> bytes:
+        with await opened(task) as workspace:
+            return (await workspace.run("cat a.py; git diff; git log -p --all --reflog")).stdout
+
+    shown = asyncio.run(looked())
+    assert b"return number" in shown
+    assert b"return most" not in shown
 
 
 @pytest.mark.parametrize("name", ["oauthlib__oauthlib.1fd52536", "oauthlib__oauthlib.1fd52536.tar.gz", "idna-3.7.zip"])

@@ -1,6 +1,7 @@
 """Tasks in a workspace: a tree, a problem, hidden tests and perhaps a solution; read from JSON lines."""
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -28,7 +29,7 @@ class WorkspaceTask(HiddenTests, frozen=True, kw_only=True):
     patch: str = ""
     """Difference that is applied to the tree before an agent sees it, as one that plants a fault."""
     solution: str = ""
-    """Difference that solves the task; agents never see it."""
+    """Difference that solves the task; agents never see it, and so no `.git` either."""
     packages: tuple[str, ...] = ("pytest",)
     """Installed packages that Python imports in the workspace."""
     split: str = ""
@@ -58,7 +59,8 @@ async def opened(task: WorkspaceTask) -> Workspace:
     """A workspace as an agent finds it. Raises `TaskError` and `SandboxUnavailable`."""
     tree = await asyncio.to_thread(prepared_tree, task)
     packages = await asyncio.to_thread(lambda: tuple(map(installed, task.packages)))
-    tree = await patched(tree, task.patch) if task.patch else tree
+    has_history = bool(task.solution) and await asyncio.to_thread(os.path.lexists, tree.base / ".git")
+    tree = await patched(tree, task.patch) if task.patch or has_history else tree
     return await made_in_thread(partial(fork, tree, packages=packages))
 
 
@@ -78,11 +80,19 @@ def prepared_tree(task: WorkspaceTask) -> Tree:
 
 
 async def patched(tree: Tree, patch: str) -> Tree:
-    """The tree with a difference, made once by `git apply` in a workspace. Raises `TaskError`."""
-    key = f"{tree.digest} {patch}"
+    """The tree with a difference, made once in a workspace, and without git's history, which shows the solution.
+
+    Raises `TaskError` and `SandboxUnavailable`.
+    """
+    key = f"{tree.digest} without history {patch}"
     if (known := prepared_as(key)) is None:
         async with held(partial(fork, tree)) as workspace:
-            await apply(workspace, patch)
+            if patch:
+                await apply(workspace, patch)
+            if not (removed := await workspace.run_program(("/usr/bin/env", "rm", "-rf", ".git"))).ok:
+                raise TaskError(
+                    f"workspace tree {tree.digest[:16]}: its .git cannot be removed: {removed.stderr!r:.300}"
+                )
             known = await asyncio.to_thread(lambda: prepare_as(key, workspace.snapshot()))
     return known
 
