@@ -3,11 +3,15 @@
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
+from shoal.sandbox import usage
 from shoal.sandbox.program import Backend, Ended, Program, ProgramLimits
 from shoal.sandbox.runner import run, why_not
 
@@ -105,3 +109,30 @@ def test_a_program_has_no_network_no_environment_and_no_other_processes(backend:
     outside = {**os.environ, "PATH": "x", "HOME": "x", "SHOAL_LIMITS_TEST": "x"}
     for source in reaching.values():  # what fails without a sandbox as well would show nothing
         subprocess.run([sys.executable, "-I", "-S", "-c", source], check=True, capture_output=True, env=outside)
+
+
+MEASURES = """import os, sys
+sys.path.insert(0, sys.argv[1])
+from shoal.sandbox.usage import folder_holds_more
+os.mkdir("own")
+os.mkdir("own/hidden")
+with open("own/hidden/file", "wb") as file:
+    file.write(bytes(1 << 20))
+os.chmod("own/hidden", int(sys.argv[2], 8))
+print([folder_holds_more("own", most, 9) for most in (2 << 20, 1 << 19)], folder_holds_more("own", 2 << 20, 1))
+os.chmod("own/hidden", 0o700)"""
+
+
+@pytest.mark.parametrize("mode", ["0", "300", "400"])
+def test_a_folder_whose_rights_its_program_took_is_measured_all_the_same(mode: str) -> None:
+    source = str(Path(usage.__file__).parents[2])
+    user = 65534 if os.geteuid() == 0 else None  # root reads every folder
+    for python in (sys.executable, "/usr/bin/python3"):  # the first one may lie in root's home
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o777)
+            with suppress(PermissionError, FileNotFoundError):
+                command = [python, "-I", "-S", "-c", MEASURES, source, mode]
+                done = subprocess.run(command, capture_output=True, text=True, cwd=folder, user=user, check=True)
+                assert done.stdout == "[False, True] True\n"
+                return
+    pytest.skip("no Python for another user")

@@ -2,9 +2,14 @@
 
 import os
 import stat
+import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
+
+from shoal.sandbox import kernel
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -61,10 +66,39 @@ def unshared_bytes(pids: tuple[int, ...]) -> int:
 
 
 def folder_holds_more(folder: str, size_bytes: int, count: int) -> bool:
-    """Whether the files below a folder exceed a size or number. Follows no links; stops early."""
+    """Whether the files below a folder exceed a size or number. Follows no links; stops early.
+
+    Where a program took its folders' rights, another process looks, which has all rights over this user's files; where
+    that cannot be, the folder counts as full.
+    """
+    try:
+        return _holds_more(folder, size_bytes, count)
+    except PermissionError:
+        command = (sys.executable, "-I", "-S", "-c", _LOOK, _SOURCES, folder, str(size_bytes), str(count))
+        return subprocess.run(command, check=False, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0
+
+
+_SOURCES = str(Path(__file__).parents[2])
+_LOOK = """import sys
+sys.path.insert(0, sys.argv[1])
+from shoal.sandbox.usage import look
+look(sys.argv[2], *map(int, sys.argv[3:]))"""
+
+
+def look(folder: str, size_bytes: int, count: int) -> NoReturn:
+    """Ends this process: with 0 where the files below a folder do not exceed a size or number."""
+    user, group = os.geteuid(), os.getegid()
+    kernel.unshare(kernel.CLONE_NEWUSER)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        Path(f"/proc/self/{name}").write_text(text)
+    sys.exit(_holds_more(folder, size_bytes, count))
+
+
+def _holds_more(folder: str, size_bytes: int, count: int) -> bool:
+    """Raises `PermissionError` for a folder that cannot be looked into."""
     waiting = [folder]
     while waiting:
-        with suppress(FileNotFoundError, PermissionError, NotADirectoryError), os.scandir(waiting.pop()) as entries:
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(waiting.pop()) as entries:
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
                 size_bytes -= status.st_blocks * 512
