@@ -7,8 +7,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from engine_models import saved
 from shoal.cli import app
 from shoal.config import load
+from shoal.model.file_sizes import sizes_of
+from shoal.rehearsal.costs import shape_of
 from shoal.rehearsal.search import SHORT_STEPS, answers_of, hardware_of, searched
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "start" / "first" / "run.toml"
@@ -85,3 +88,11 @@ def test_a_rate_that_no_split_reaches_is_searched_with_more_answers_at_once() ->
     assert (narrow.max_running, wide.max_running) == (8, 16)
     assert (narrow.groups_per_step, wide.split) == (GROUPS, narrow.split)
     assert wide.figures.tokens_per_s > 1.3 * narrow.figures.tokens_per_s
+
+
+def test_a_token_uses_its_own_experts_of_a_directory_of_a_mixture(tmp_path: Path) -> None:
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    path = saved("Qwen3Moe", tmp_path, num_key_value_heads=2, head_dim=8, **experts)
+    shape, sizes = shape_of(str(path)), sizes_of(path)
+    one_expert = 3 * sizes.hidden_size * 24
+    assert shape.parameters - shape.active == pytest.approx(sizes.num_hidden_layers * (6 - 2) * one_expert)

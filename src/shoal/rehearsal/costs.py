@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 
 from shoal.errors import ConfigError, ModelError, did_you_mean
-from shoal.model.file_sizes import shapes_of, sizes_of
+from shoal.model.file_sizes import router_experts, shapes_of, sizes_of
 
 BYTES = 2
 """Bytes of a bfloat16 number."""
@@ -82,11 +82,14 @@ MODELS = {
 def shape_of(model: str) -> ModelShape:
     """Shape of a model: a directory, or a name that begins or ends with one of `MODELS`. Raises `ModelError`."""
     if Path(model).is_dir():
-        sizes = sizes_of(Path(model))
-        numbers = sum(map(prod, shapes_of(Path(model)).values()))
+        sizes, shapes = sizes_of(Path(model)), shapes_of(Path(model))
+        numbers = sum(map(prod, shapes.values()))
+        experts = max(router_experts(Path(model)).values(), default=1)
+        idle_share = 1 - min((sizes.num_experts_per_tok or experts) / experts, 1)
+        idle = idle_share * sum(prod(shape) for name, shape in shapes.items() if ".experts." in name)
         heads = sizes.num_attention_heads
         width = heads * (sizes.head_dim or sizes.hidden_size // heads)
-        return ModelShape(numbers, numbers, sizes.num_hidden_layers, width, sizes.kv_numbers_per_token)
+        return ModelShape(numbers, numbers - idle, sizes.num_hidden_layers, width, sizes.kv_numbers_per_token)
     name = model.rpartition("/")[2].lower()
     found = [known for known in MODELS if known in name]
     if not found:
