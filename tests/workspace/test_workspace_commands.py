@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.workspace.changes import MOST_CHARACTERS, MOST_FILES, Worklog, difference, files_of
+from shoal.workspace.changes import MOST_CHARACTERS, MOST_FILES, MOST_OF_ALL, Worklog, difference, files_of
 from shoal.workspace.fork import ForkKind, fork, fork_kind
 from shoal.workspace.tree import Tree, tree_of
 
@@ -97,6 +97,12 @@ def test_a_hostile_workspace_is_described_within_bounds(tree: Tree, tmp_path: Pa
         found = Worklog(workspace).difference()
         assert len(found) < 2 * MOST_CHARACTERS
         assert len(files_of(workspace)) <= MOST_FILES
+    with fork(tree) as workspace:
+        asyncio.run(workspace.run("for i in $(seq 30); do truncate -s 199999 sparse$i; done"))
+        kept = files_of(workspace)
+        assert len(kept) == 30
+        assert sum(map(len, kept.values())) < 1.01 * MOST_OF_ALL
+        assert "199999 characters\n" in kept.values()
     for name in ("linked", "secret"):
         (tmp_path / name).mkdir()
     (tmp_path / "secret" / "key").write_text("hidden\n")

@@ -19,6 +19,8 @@ MOST_LINES = 2000
 """Bytes, and lines before and after together, of a file whose difference is shown line by line."""
 MOST_FILES = 2000
 """Files of a workspace that are looked at."""
+MOST_OF_ALL = 2_000_000
+"""Characters of all texts that are kept from one command to the next; of later files only the length is kept."""
 
 CACHES = frozenset({"__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache"})
 MOST_CHARACTERS = 16_000
@@ -53,18 +55,23 @@ class Worklog:
 
 def files_of(workspace: Workspace) -> Mapping[str, str]:
     """Text of each file that differs from the tree, by path; empty for a removed file. Caches are left out."""
-    found: dict[str, str] = {}
+    found: dict[str, Path | None] = {}
     tree, own = workspace.tree, workspace.own / workspace.tree.place[1:]
     for path in islice(walked(own), MOST_FILES) if own.is_dir() else ():
         name, mode = str(path.relative_to(own)), path.lstat().st_mode
         if stat.S_ISCHR(mode) or (stat.S_ISDIR(mode) and _is_opaque(path)):
-            found = dict.fromkeys(_names(tree, name), "") | found
+            found = dict.fromkeys(_names(tree, name)) | found
         elif not stat.S_ISDIR(mode):
-            found[name] = _text(path)
+            found[name] = path
     if workspace.kind is not ForkKind.OVERLAY:
-        found = dict.fromkeys(_names(tree, ""), "") | found
-    kept = {name: text for name, text in found.items() if CACHES.isdisjoint(Path(name).parts)}
-    return {name: text for name, text in kept.items() if text != _text_in(tree, name)}
+        found = dict.fromkeys(_names(tree, "")) | found
+    kept, left = dict[str, str](), MOST_OF_ALL
+    for name, path_now in found.items():
+        text = _text(path_now) if path_now else ""
+        if CACHES.isdisjoint(Path(name).parts) and text != _text_in(tree, name):
+            left -= len(text)
+            kept[name] = text if left >= 0 or not text else f"{len(text)} characters\n"
+    return kept
 
 
 def _names(tree: Tree, folder: str) -> Iterator[str]:
@@ -109,8 +116,9 @@ def _text(path: Path) -> str:
 
 def difference(workspace: Workspace, before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """Unified difference between two results of `files_of`, of the first files where it is long."""
-    names, tree = sorted({*before, *after}), workspace.tree
-    texts = [[one[name] if name in one else _text_in(tree, name) for one in (before, after)] for name in names]
+    names = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    tree = workspace.tree
+    texts = ([one[name] if name in one else _text_in(tree, name) for one in (before, after)] for name in names)
     shown = ""
     for name, (old, new) in zip(names, texts, strict=True):
         if (lines := old.count("\n") + new.count("\n")) > MOST_LINES:  # a hostile file could take minutes
