@@ -304,6 +304,15 @@ def test_contents_and_modes_come_back_from_any_place_and_nothing_is_copied_twice
         restore(target, tmp_path / "restored")
 
 
+@pytest.mark.parametrize("protocol", ["", "file://"])
+def test_only_its_owner_can_read_what_is_in_a_backup(tmp_path: Path, protocol: str) -> None:
+    run, backup = LiveRun(tmp_path / "run"), tmp_path / "backup"
+    run.go_on()
+    back_up(run.run_dir, f"{protocol}{backup}")
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in backup.rglob("*") if path.is_file()}
+    assert modes == dict.fromkeys(modes, 0o600)
+
+
 @pytest.mark.parametrize("damage", ["an object is lost", "an object has other bytes", "a name leads out", "no JSON"])
 def test_a_damaged_backup_is_refused_and_leaves_nothing(tmp_path: Path, damage: str) -> None:
     run, backup = LiveRun(tmp_path / "run"), tmp_path / "backup"

@@ -26,7 +26,7 @@ import msgspec
 
 from shoal.errors import RunDirError
 from shoal.experience import archive, checkpoint
-from shoal.files import checksum, has_checksum, sync
+from shoal.files import checksum, has_checksum, replaced
 from shoal.net.identity import Identity
 from shoal.observe.metrics import Trackers
 
@@ -72,7 +72,6 @@ class BackupPlace:
 
         with _as_os_error(where):
             self._fs, self._root = fsspec.url_to_fs(where)
-        self._is_local = "://" not in where
 
     def names(self, folder: str = "") -> set[str]:
         """Names in a folder; empty if it does not exist."""
@@ -83,16 +82,16 @@ class BackupPlace:
             return {posixpath.basename(path.rstrip("/")) for path in found}
 
     def put(self, source: Path, name: str) -> None:
-        """Copies a file there; it has its name once it is whole."""
+        """Copies a file there; it has its name once it is whole. In a folder only its owner can read it."""
         with _as_os_error(name):
             target = self._at(name)
             self._fs.makedirs(posixpath.dirname(target), exist_ok=True)
+            if "file" in self._fs.protocol:  # the run's key, its token and its texts are among the copies
+                with replaced(Path(target), private=True) as unfinished:
+                    shutil.copyfile(source, unfinished)
+                return
             self._fs.put_file(str(source), f"{target}.unfinished")
-            if self._is_local:
-                sync(Path(f"{target}.unfinished"))
             self._fs.mv(f"{target}.unfinished", target)
-            if self._is_local:
-                sync(Path(target).parent)
 
     def get(self, name: str, target: Path) -> None:
         """Copies a file from there."""
