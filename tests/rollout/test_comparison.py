@@ -1,5 +1,7 @@
 """Two models on the same questions: what is certain, and when."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from null_runs import null_runs, power
 from shoal.confidence import STAKES, EffectBounds, MeanBounds
 from shoal.experience.held_out import HeldOutAnswer, write_answers
 from shoal.rollout.comparison import Comparison, certified, compared
-from shoal.types import Message, Reward, RewardStatus, Role, RolloutStatus
+from shoal.types import Message, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task
 
 
 def answer(question: int, purpose: str, value: float, *, task: str = "sums", position: int = 0) -> HeldOutAnswer:
@@ -155,3 +157,30 @@ def test_a_run_is_compared_with_its_start(tmp_path) -> None:
     assert found is not None
     assert found.decided
     assert found.sentence().startswith("better than the start")
+
+
+def test_other_questions_under_the_same_ids_are_not_compared(tmp_path: Path) -> None:
+    """A run that goes on with other settings of its tasks draws other questions under the ids of the first ones."""
+
+    def drawn(step: int, text: str, truth: str, reward: float) -> None:
+        task = Task("sums/eval/0", "sums", (Message(Role.USER, text),), truth)
+        rollouts = Rollout("r", (), (), Reward(reward)), Rollout("r", (), (), Reward(reward))
+        purposes = zip(("sampled", "greedy"), rollouts, strict=True)
+        write_answers(tmp_path, step, (HeldOutAnswer.of(step, task, name, 0, one) for name, one in purposes))
+
+    drawn(0, "13 * 17?", "221", 0.0)
+    drawn(20, "1 + 1?", "2", 1.0)
+    assert certified(tmp_path) is None
+    drawn(20, "13 * 17?", "221", 1.0)
+    found = certified(tmp_path)
+    assert found is not None
+    assert found.overall.bounds.count == 1
+
+
+def test_more_answers_to_a_question_are_no_better_pass_at_k() -> None:
+    n = 40
+    once = evaluated([0.0] * n, [0.0] * n)
+    later = [answer(at, "sampled", float(k == 3), position=k) for at in range(n) for k in range(4)]
+    found = compared(once, later + [answer(at, "greedy", 0.0) for at in range(n)])
+    assert found is not None
+    assert found.parts["pass_at_k"].second == 0

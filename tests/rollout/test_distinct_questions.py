@@ -16,7 +16,8 @@ from shoal.types import Split
 @pytest.mark.parametrize("asked", [1, 5, 128])
 def test_no_held_out_question_is_repeated_to_fill_a_number(asked: int, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"Question {n}?", "answer": str(n)}) + "\n" for n in range(30)) * 2)
+    rows = [{"prompt": f"Question {n % 30}?", "answer": str(n % 30), "row": n} for n in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     service = JsonlService(TaskConfig(name="quiz", service="jsonl", path=str(path), eval_share=0.4), 0)
     distinct = {task.messages for task in service.tasks(Split.EVAL)}
     tasks, told = held_out_tasks(service, asked)

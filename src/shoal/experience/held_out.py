@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import RunDirError
-from shoal.files import replaced
+from shoal.files import digest_of, replaced
 from shoal.types import Message, Reward, Rollout, RolloutStatus, Task
 
 FOLDER = "held_out"
@@ -39,13 +39,17 @@ class HeldOutAnswer:
     status: RolloutStatus
     reason: str
     tokens: int
+    question: str = ""
+    """Digest of the question with its truth: under other settings its id names another one."""
 
     @classmethod
     def of(cls, step: int, task: Task, purpose: str, position: int, rollout: Rollout) -> "HeldOutAnswer":
         """Builds the answer that a rollout gave."""
+        state = task.receipt if task.answer is None else None  # without a truth, its seed may hold that of a game
+        question = msgspec.json.encode((task.messages, task.answer, task.info, state))
         return cls(
             step, task.id, task.service, task.answer, purpose, position, rollout.messages, len(task.messages),
-            rollout.reward, rollout.status, rollout.reason, rollout.sampled_tokens,
+            rollout.reward, rollout.status, rollout.reason, rollout.sampled_tokens, digest_of(question)[:16],
         )  # fmt: skip
 
 

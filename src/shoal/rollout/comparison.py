@@ -59,11 +59,11 @@ class Comparison:
         if not all(all(own.values()) for own in marks):
             self.unjudged += 1
             return
-        sampled = [fmean(own[SAMPLED]) for own in marks]
+        sampled, k = [fmean(own[SAMPLED]) for own in marks], min(self.samples, *(len(own[SAMPLED]) for own in marks))
         self.overall.add(*sampled)
         pairs = {
             GREEDY: [fmean(own[GREEDY]) for own in marks],
-            PASS: [max(own[SAMPLED][: self.samples]) for own in marks],
+            PASS: [max(own[SAMPLED][:k]) for own in marks],
             first[0].task: sampled,
         }
         for name in pairs.keys() & self.parts.keys():
@@ -122,10 +122,10 @@ def certified(run_dir: Path) -> Comparison | None:
     return compared(read_answers(files[0]), read_answers(files[-1]))
 
 
-def _by_question(answers: Iterable[HeldOutAnswer]) -> Mapping[str, list[HeldOutAnswer]]:
-    found: dict[str, list[HeldOutAnswer]] = {}
+def _by_question(answers: Iterable[HeldOutAnswer]) -> Mapping[tuple[str, str], list[HeldOutAnswer]]:
+    found: dict[tuple[str, str], list[HeldOutAnswer]] = {}
     for answer in answers:
-        found.setdefault(answer.question_id, []).append(answer)
+        found.setdefault((answer.question_id, answer.question), []).append(answer)
     return found
 
 

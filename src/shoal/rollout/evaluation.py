@@ -57,8 +57,11 @@ def held_out_tasks(service: Environment, questions: int) -> tuple[list[Task], st
 
 
 def _asked(task: Task) -> tuple[object, ...]:
-    """All that makes a task another one; without a truth, its seed may hold the state of a game."""
-    return task.service, task.messages, task.answer, task.info, task.receipt if task.answer is None else None
+    """All that makes a task another one. Only without a truth do its info and its seed, which may hold a game's state.
+
+    Rows that repeat a question have other numbers and names in their info.
+    """
+    return task.service, task.messages, task.answer, *((task.info, task.receipt) if task.answer is None else ())
 
 
 async def evaluation(tasks: Sequence[Task], runner: Runner, samples: int = 1, *, first: bool = False) -> Evaluation:
