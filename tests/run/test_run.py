@@ -307,3 +307,8 @@ def test_a_synchronous_run_with_adapters_leaves_merged_weights_and_the_adapters_
     assert changed
     assert all("_proj" in name for name in changed)
     assert {path.name for path in (run / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    done = shoal("train", str(config), *adapted, "--train.steps=2", "--resume", cwd=config.parent)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    evals = [one["step"] for one in records if one["kind"] == "eval"]
+    assert evals[-2:] == [6, 6], "the weights are those of 6 steps, however few are asked for"

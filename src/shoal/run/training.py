@@ -286,7 +286,7 @@ async def train_and_evaluate(policy: Policy, parts: RunParts, loop: TrainLoop) -
         await loop.run(tasks)
         trained_s = time.monotonic() - began_s
         running["orchestrator"].cancel()  # what it has in flight must not slow the evaluation
-        await loop.evaluations.run(config.train.steps)
+        await loop.evaluations.run(max(loop.first_step, config.train.steps))
         for task in running.values():
             task.cancel()
     return trained_s
