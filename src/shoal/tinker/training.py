@@ -285,7 +285,10 @@ class Training:
         began = time.monotonic()
         folder = self._folder / "states" / model / str(number)
         await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-        await self._trainer.ask(SaveCheckpoint(str(folder), name=model))
+        try:
+            await self._trainer.ask(SaveCheckpoint(str(folder), name=model))
+        except RequestRefused as error:  # the trainer has carried out the request: only another one is without it
+            raise EngineError(str(error)) from None
         self._written[model] = time.monotonic(), time.monotonic() - began
         return folder
 

@@ -1,0 +1,74 @@
+"""States of models on disk and their weights in the trainer are those of the same finished requests."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+from fuzz_tinker import floats, gradients, proto
+from shoal import wire
+from shoal.tinker.bodies import encoded
+from shoal.tinker.models_trainer import ServerSettings
+from shoal.tinker.service import TinkerService
+from shoal.tinker.store import Store
+from shoal.trainer.messages import Adapter, request_from
+from shoal.trainer.models import TrainedModels
+from shoal.trainer.ranks import ALONE
+from shoal.trainer.worker import Server, TrainerProcess
+from until import until
+
+WAIT_S = 60
+ADAM = json.dumps({"learning_rate": 1e-3}).encode()
+
+
+class RankHere:
+    """Implements `interfaces.Worker`: a trainer's rank in this process."""
+
+    ticks = 0
+
+    def __init__(self) -> None:
+        self._server = Server(ALONE, TrainedModels(), None)
+
+    async def died(self) -> str:
+        await asyncio.Event().wait()
+        return ""
+
+    def place(self, folder: Path) -> str:
+        return str(folder)
+
+    async def call(self, frame: bytes, timeout_s: float, **folders: Path) -> bytes:
+        answer = self._server.answer(wire.encode(request_from(frame)))
+        assert not isinstance(answer, Future)
+        return wire.encode(answer)
+
+
+@asynccontextmanager
+async def trainers() -> AsyncIterator[TrainerProcess]:
+    yield TrainerProcess([RankHere()])
+
+
+def nothing_pending(store: Store) -> bool:
+    return not store.pending()
+
+
+async def test_a_step_whose_state_cannot_be_written_fails_and_leaves_the_weights_as_they_were(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    fields = gradients(weights=floats(1.0)) | {"model_id": "m", "seq_id": 1}
+    shown, gradient = ("forward_backward", proto(fields | {"forward_only": True})), ("forward_backward", proto(fields))
+    asked = [("create", b""), shown, gradient, ("optim_step", ADAM), shown, gradient, ("optim_step", ADAM), shown]
+    (tmp_path / "states" / "m" / "4" / "model.safetensors").mkdir(parents=True)  # no file can be written there
+    settings = ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0)
+    async with TinkerService(settings, trainers=trainers) as service:
+        service.store.add_session("s", "owner")
+        service.store.add_model("m", "s", "tiny", encoded(Adapter(2)), "", False)
+        for number, (kind, body) in enumerate(asked):
+            service.submit(f"m/{number}", "m", kind, body)
+        await until(partial(nothing_pending, service.store), WAIT_S)
+        found = [one for n in range(len(asked)) if (one := service.store.request(f"m/{n}")) is not None]
+    assert [one.state for one in found] == ["done", "done", "done", "failed", *["done"] * 4]
+    before, after_failure, after_step = (found[n].result for n in (1, 4, 7))
+    assert before == after_failure != after_step
