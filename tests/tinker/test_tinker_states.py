@@ -72,3 +72,19 @@ async def test_a_step_whose_state_cannot_be_written_fails_and_leaves_the_weights
     assert [one.state for one in found] == ["done", "done", "done", "failed", *["done"] * 4]
     before, after_failure, after_step = (found[n].result for n in (1, 4, 7))
     assert before == after_failure != after_step
+
+
+async def test_a_step_waits_for_one_request_of_another_model_however_many_that_one_has(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+    settings = ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0)
+    async with TinkerService(settings, lambda model, *_: steps.append(model), trainers=trainers) as service:
+        for model, count in (("many", 6), ("one", 1)):
+            service.store.add_session(model, model)
+            service.store.add_model(model, model, "tiny", encoded(Adapter(2)), "", False)
+            service.submit(f"{model}/0", model, "create", b"")
+            for number in range(1, 1 + count):
+                service.submit(f"{model}/{number}", model, "optim_step", ADAM)
+        await until(partial(nothing_pending, service.store), WAIT_S)
+    assert steps == ["many", "one", *["many"] * 5]

@@ -75,7 +75,7 @@ class Training:
         self._store, self._folder = store, settings.folder
         self._trainer = ModelsTrainer(settings, trainers)
         self._futures, self._on_step = futures, on_step
-        self._queues: dict[str, deque[StoredRequest]] = {}
+        self._queues: dict[str, deque[StoredRequest]] = {}  # the model whose turn it is first
         self._arrived = asyncio.Event()
         self._sums: dict[str, dict[str, float]] = {}  # of the gradients that the next step of a model takes
         self._lost: dict[str, str] = {}  # models that could not be taken up, and why
@@ -94,8 +94,8 @@ class Training:
                 await self._next()
 
     async def _next(self) -> None:
-        """Carries out the next requests."""
-        heads = sorted((queue[0] for queue in self._queues.values()), key=lambda request: request.number)
+        """Carries out the next requests: models take turns, so that one waits for no other's whole queue."""
+        heads = [queue[0] for queue in self._queues.values()]
         if not heads:
             self._arrived.clear()
             await self._arrived.wait()
@@ -107,10 +107,10 @@ class Training:
             batch = [r for r, size in zip(together, sizes, strict=True) if r is batch[0] or size < MOST_TOGETHER_BYTES]
         await self._trained(batch)
         for request in batch:
-            queue = self._queues[request.target]
+            queue = self._queues.pop(request.target)
             queue.popleft()
-            if not queue:
-                del self._queues[request.target]
+            if queue:
+                self._queues[request.target] = queue  # behind the other models'
 
     async def _trained(self, batch: Sequence[StoredRequest]) -> None:
         """Carries out requests together; alone and on a new trainer when that fails for another reason than theirs."""
