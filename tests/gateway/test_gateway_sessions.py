@@ -10,7 +10,7 @@ import pytest
 
 from gateway_engine import Served, served
 from shoal.gateway.server import MAX_BODY_BYTES
-from shoal.gateway.sessions import CLOSED_KEPT, HELD_CHARACTERS, SessionBounds
+from shoal.gateway.sessions import CLOSED_KEPT, HELD_CHARACTERS, OpenRequest, SessionBounds, SessionLimits
 from shoal.trainer.advantage import rows
 from shoal.types import Reward, Rollout
 from until import until
@@ -272,3 +272,21 @@ def test_a_call_of_a_tool_that_nobody_offered_reaches_the_client() -> None:
         assert [generation.parent for generation in session.tree.generations] == [None, 0]
 
     run(scenario, '<tool_call>{"name": "fly", "arguments": {}}</tool_call>')
+
+
+def test_a_session_has_a_bounded_number_of_answers_under_way_however_many_it_may_have_in_all() -> None:
+    async def scenario(one: Served, http: aiohttp.ClientSession) -> None:
+        most = SessionLimits().at_once
+        session = one.gateway.sessions.open(OpenRequest(limits=SessionLimits(generations=1 << 20)))
+        url = f"{one.url}/s/{session.token}/v1/chat/completions"
+        one.engine.gate.clear()
+        asked = asyncio.create_task(posted(http, url, {**ASK, "n": most}))
+        await until(lambda: len(one.engine.received) == most)
+        status, refused = await posted(http, url, ASK)
+        assert (status, len(one.engine.received)) == (503, most)
+        assert f"at most {most} answers under way" in refused["error"]["message"]
+        one.engine.gate.set()
+        status, _ = await asked
+        assert (status, (await posted(http, url, ASK))[0]) == (200, 200)
+
+    run(scenario)

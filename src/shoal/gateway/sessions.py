@@ -36,6 +36,8 @@ class SessionLimits:
     generations: int = 256
     drawn_tokens: int = 1 << 20
     age_s: float = 3600.0
+    at_once: int = 256
+    """Answers under way: one session, whose key the model's commands may have, must not fill the engines' queues."""
 
 
 class OpenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,7 +49,7 @@ class OpenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 DEFAULTS = OpenRequest()
-ONE_REQUEST = OpenRequest(limits=SessionLimits(generations=1 << 20))
+ONE_REQUEST = OpenRequest(limits=SessionLimits(generations=1 << 20, at_once=1 << 20))
 """Settings of an untrained session, which has one request; the request bounds its answers."""
 
 
@@ -154,6 +156,10 @@ class Session:
 
     def _check_limits(self) -> None:
         sampled = self.tree.generations
+        if len(self.tree.calls) >= self._limits.at_once:
+            raise EngineUnavailable(
+                f"session: expected at most {self._limits.at_once} answers under way; ask for fewer"
+            )
         if len(sampled) + len(self.tree.calls) >= self._limits.generations:
             raise SessionOver(f"session: expected at most {self._limits.generations} generations, they are drawn")
         if sum(len(one.completion.token_ids) for one in sampled) >= self._limits.drawn_tokens:
