@@ -1,5 +1,6 @@
 """Adapters by name: several on one base model in one engine, against models that each have one of them merged."""
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -194,5 +195,25 @@ async def test_clients_load_adapters_over_http_and_name_them(tmp_path: Path) -> 
         assert (await client.generate(PROMPT, GREEDY, adapter=str(path)))[0] == answers[2]
 
     with threaded(path, "--max-adapters=2", weights=tmp_path) as server:
+        async with server.engine() as client:
+            await ask(client)
+
+
+async def test_weights_without_finite_logits_end_only_the_requests_that_name_them(tmp_path: Path) -> None:
+    """Finite weights of one owner can be so large that their logits are not."""
+    path = saved("Qwen3", tmp_path / "model", **KINDS["Qwen3"])
+    folder = adapter(path, tmp_path / "huge", 1)
+    save_file({name: tensor * 1e19 for name, tensor in load_file(folder / ADAPTER_FILE).items()}, folder / ADAPTER_FILE)
+
+    async def ask(client: HttpEngine) -> None:
+        (alone,) = await client.generate(PROMPT, GREEDY)
+        await client.load_adapter("huge", 1, folder)
+        asked = (client.generate(PROMPT, Sampling(12, seed=1), adapter="huge"), client.scored(PROMPT, adapter="huge"))
+        *refused, answers = await asyncio.gather(*asked, client.generate(PROMPT, GREEDY), return_exceptions=True)
+        assert all(isinstance(one, RequestRefused) and "finite" in str(one) for one in refused)
+        assert answers[0].token_ids == alone.token_ids
+        assert answers[0].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+    with threaded(path, weights=tmp_path) as server:
         async with server.engine() as client:
             await ask(client)

@@ -1,5 +1,6 @@
 """What the local engine tells beside tokens and their logprobs, against plain forwards of the same model."""
 
+import json
 import math
 from pathlib import Path
 
@@ -9,10 +10,18 @@ from torch import Tensor
 
 from chat_templates import STYLES, tokenizer
 from engine_models import plain, saved
-from shoal.engine.compute.logit_rules import LEAST_SHARE, Grammars, RuledLogits, _allowed
+from shoal.engine.compute.logit_rules import (
+    LEAST_SHARE,
+    MOST_GRAMMAR,
+    Grammars,
+    RuledLogits,
+    _allowed,
+    compiling_thread,
+)
 from shoal.engine.compute.options import EngineLimits
 from shoal.engine.compute.request import Request, scoring
 from shoal.engine.compute.step_engine import StepEngine
+from shoal.errors import RequestRefused
 from shoal.interfaces import LogitRules
 from shoal.model.loading import load_model
 from shoal.model.routing import Routing
@@ -109,3 +118,24 @@ def test_the_experts_of_every_token_but_the_last_are_recorded(tmp_path: Path) ->
     for draft in request.drafts:
         model(torch.tensor([[*PROMPT, *draft.sampled]]))
         assert draft.recorded_routing() == routing.found()[:-1].numpy().tobytes()
+
+
+REFERENCE: dict[str, object] = {"$ref": "#/$defs/NEXT"}
+PARTS = [REFERENCE, {"items": REFERENCE}, {"properties": {"a": REFERENCE}, "required": ["a"]}]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_no_schema_of_a_client_ends_the_process_that_compiles_it(tmp_path: Path, part: dict[str, object]) -> None:
+    """llguidance descends by recursion, and a schema whose parts refer to each other is as deep as it is long."""
+    tokenizer(STYLES["qwen2.5"]).save_pretrained(tmp_path)
+    grammars, text = Grammars(tmp_path, 300), json.dumps(part, separators=(",", ":"))
+
+    def grammar(parts: int) -> str:
+        chain = ",".join(f'"{i:x}":{text.replace("NEXT", f"{i + 1:x}")}' for i in range(parts))
+        return f'start: %json {{"$ref":"#/$defs/0","$defs":{{{chain},"{parts:x}":{{}}}}}}'
+
+    longest = max(parts for parts in range(0, 1200, 10) if len(grammar(parts)) <= MOST_GRAMMAR)
+    with compiling_thread() as thread:
+        assert thread.submit(grammars.matcher, grammar(longest), [1]).result()
+        with pytest.raises(RequestRefused, match="expected schemas of at most"):
+            thread.submit(grammars.matcher, grammar(3000), [1]).result()

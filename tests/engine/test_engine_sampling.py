@@ -132,3 +132,17 @@ def test_uniforms_are_a_function_of_seed_completion_and_position() -> None:
     assert Uniforms(7, 2)[0] != forward[0] != Uniforms(8, 1)[0]
     assert all(0 <= u < 1 for u in forward)
     assert 0.4 < sum(forward) / 200 < 0.6
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("vocabulary", [11, 700])
+def test_a_row_that_is_not_finite_has_no_logprob_and_changes_no_other_row(vocabulary: int, wrong: float) -> None:
+    rows = [Sampling(1), Sampling(1, top_k=3), Sampling(1, top_p=0.9), Sampling(1, temperature=0.0)]
+    for sampling in rows:
+        logits_BV, uniform_B = logits(1, 3, vocabulary), torch.tensor([0.1, 0.5, 0.9])
+        expected_B, _ = sample(logits_BV, SamplingRows([Sampling(1), sampling, Sampling(1)]), uniform_B)
+        logits_BV[1] = wrong
+        token_B, logp_B = sample(logits_BV, SamplingRows([Sampling(1), sampling, Sampling(1)]), uniform_B)
+        assert token_B[[0, 2]].tolist() == expected_B[[0, 2]].tolist()
+        assert logp_B.isfinite().tolist() == [True, False, True]
+        assert 0 <= token_B[1] < vocabulary

@@ -12,6 +12,7 @@ One uniform number decides each token (inverse transform), so a row samples the 
 batch.
 """
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from shoal.engine.compute.adapters import AdaptedRows
 from shoal.engine.compute.attention import CachedRows, ChunkRows, DecodeRows
 from shoal.engine.compute.kv_cache import KVCache
 from shoal.engine.compute.logit_rules import LEAST_SHARE, reported
-from shoal.engine.compute.request import Draft
+from shoal.engine.compute.request import NOT_FINITE, Draft
 from shoal.engine.compute.scheduler import Chunk, StepPlan
 from shoal.engine.compute.states import MixedRows
 from shoal.types import Sampling
@@ -84,6 +85,7 @@ class ScoredRows:
         if draft.others:
             draft.ranked[self.start :] = self._ranked(logits_NV.log_softmax(-1))
         draft.whole = len(draft.scores) < len(draft.targets)
+        draft.failed = "" if all(map(math.isfinite, draft.scores)) else NOT_FINITE
 
     def _ranked(self, logp_NV: Tensor) -> list[list[tuple[int, float]]]:
         """Tokens that the draft wants scored in place of each target, with their logprobs."""
@@ -270,6 +272,8 @@ def _whole(scaled_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
 def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Indices [B, 1] where the cumulative sum first exceeds u times the sum; an entry with p = 0 is never chosen.
 
+    A row that is not finite gets any entry: an index past its end would end the step of all other rows.
+
     In a long vocabulary the block of entries is found first: a cumulative sum takes ten times as long as a sum.
     """
     if p_BV.shape[1] <= BLOCK:
@@ -283,12 +287,13 @@ def _inverse_transform(p_BV: Tensor, uniform_B: Tensor) -> Tensor:
     threshold_B1 = (threshold_B1 - (before_BN - blocks_BN).gather(1, block_B1)).clamp_(min=0)
     entry_BC = block_B1 * BLOCK + torch.arange(BLOCK, device=p_BV.device)
     p_BC = p_BV.gather(1, entry_BC.clamp(max=p_BV.shape[1] - 1)).masked_fill_(entry_BC >= p_BV.shape[1], 0)
-    return block_B1 * BLOCK + _first_above(p_BC.cumsum(-1), threshold_B1)
+    return (block_B1 * BLOCK + _first_above(p_BC.cumsum(-1), threshold_B1)).clamp_(max=p_BV.shape[1] - 1)
 
 
 def _first_above(cumulative_BN: Tensor, threshold_B1: Tensor) -> Tensor:
     """Indices [B, 1] of the first sum above the threshold, or of the first that reaches the last one."""
     last_B1 = torch.searchsorted(cumulative_BN, cumulative_BN[:, -1:].contiguous())
+    last_B1.clamp_(max=cumulative_BN.shape[1] - 1)
     return torch.searchsorted(cumulative_BN, threshold_B1, right=True).minimum(last_B1)
 
 

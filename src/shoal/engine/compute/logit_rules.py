@@ -5,8 +5,10 @@ as vLLM does. Its token is sampled from the logits that the rules leave. A train
 the logprobs after its mask.
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -33,6 +35,10 @@ The behaviour's logprob is exact for every share. Below one half most losses wou
 probability, and the trainer's comparison with the engine would see the mask.
 """
 TOKENIZERS_KEPT = 4
+MOST_GRAMMAR = 1 << 15
+"""Characters of a grammar: twice as many take 17 s to compile, and then 1.7 s of every other answer."""
+STACK_BYTES = 1 << 28
+"""Stack for a grammar of that length; memory that is not used is not taken."""
 FIELDS = "response_format, tool_choice"
 """Names of the fields that make a grammar."""
 Top: TypeAlias = tuple[tuple[int, float], ...]
@@ -125,6 +131,20 @@ def check_rules(rules: LogitRules, vocabulary: int) -> None:
             )
 
 
+def compiling_thread() -> ThreadPoolExecutor:
+    """Thread that compiles grammars. Their parts refer to each other, and llguidance descends by recursion.
+
+    On the usual stack of 8 MiB, a chain of 700 parts ended the process.
+    """
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        executor.submit(int)  # starts the thread
+    finally:
+        threading.stack_size(usual)
+    return executor
+
+
 class Grammars:
     """Grammars over the tokens of one model."""
 
@@ -136,9 +156,11 @@ class Grammars:
     def matcher(self, grammar: str, stop_token_ids: Sequence[int], begun: Sequence[int] = ()) -> "LLMatcher":
         """Matcher of answers that satisfy a grammar and end in a stop token, after their first tokens `begun`.
 
-        The first takes up to a second. Raises `RequestRefused` for a grammar that cannot be served, and without the
-        library or a tokenizer.
+        The first takes up to a second; call it in a `compiling_thread`. Raises `RequestRefused` for a grammar that
+        cannot be served, and without the library or a tokenizer.
         """
+        if len(grammar) > MOST_GRAMMAR:
+            raise RequestRefused(f"{FIELDS}: expected schemas of at most {MOST_GRAMMAR} characters, got {len(grammar)}")
         try:
             from llguidance import LLMatcher
         except ModuleNotFoundError as error:

@@ -1,5 +1,6 @@
 """A request, and the completions being sampled for it."""
 
+import math
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from shoal.model import UNKNOWN
 from shoal.types import FinishReason, Sampling
 
 UNIFORM_BLOCK = 64
+NOT_FINITE = "model: expected weights whose logits are finite numbers; train them with a lower learning rate"
 Others: TypeAlias = int | Sequence[Sequence[int]]
 """Tokens to score in place of each target: so many of the most likely, or the listed ones."""
 
@@ -67,6 +69,8 @@ class Draft(SequenceState):
     versions: list[int] = field(default_factory=list)
     """Version of the weights that sampled each token."""
     finish_reason: FinishReason | None = None
+    failed: str = ""
+    """Reason why the request is refused although it was computed."""
     adapter: NamedAdapter | None = None
     routing: list[bytes] = field(default_factory=list)
     """Experts of each token whose KV was computed here, from its first computation."""
@@ -75,6 +79,22 @@ class Draft(SequenceState):
     def marked(self) -> tuple[int, ...]:
         """Numbers before the tokens in the key of their KV, which is another under each adapter."""
         return () if self.adapter is None else (-self.adapter.serial,)
+
+    def reason_after(self, token: int, logprob: float, version: int) -> FinishReason | None:
+        """Adds a sampled token, if its logprob is a number; returns the reason to end with it, if there is one."""
+        if not math.isfinite(logprob):
+            del self.tops[len(self.sampled) :]
+            self.failed = NOT_FINITE
+            return FinishReason.ABORT
+        self.sampled.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.rules is not None and self.rules.failed:
+            self.failed = self.rules.failed
+            return FinishReason.ABORT
+        if token in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.sampled) >= self.max_sampled else None
 
     def tokens(self, start: int, end: int) -> list[int]:
         """Known tokens `start : end`."""

@@ -324,15 +324,9 @@ class StepEngine:
                 continue
             self.tokens_drawn += 1
             self.stale_tokens += draft.stale
-            draft.sampled.append(token)
-            draft.logprobs.append(logprob)
-            draft.versions.append(self.version if draft.adapter is None else draft.adapter.version)
-            if draft.rules is not None and draft.rules.failed:
-                self._finish(draft, FinishReason.ABORT)
-            elif token in draft.stop_ids:
-                self._finish(draft, FinishReason.STOP)
-            elif len(draft.sampled) >= draft.max_sampled:
-                self._finish(draft, FinishReason.LENGTH)
+            version = self.version if draft.adapter is None else draft.adapter.version
+            if (reason := draft.reason_after(token, logprob, version)) is not None:
+                self._finish(draft, reason)
 
     def _finish(self, draft: Draft, reason: FinishReason) -> None:
         draft.finish_reason = reason

@@ -19,7 +19,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from shoal.engine.compute.logit_rules import Grammars, RuledLogits, check_rules
+from shoal.engine.compute.logit_rules import Grammars, RuledLogits, check_rules, compiling_thread
 from shoal.engine.compute.options import PauseMode
 from shoal.engine.compute.request import Draft, Request, scoring
 from shoal.engine.compute.step_engine import COUNTERS, GAUGES, StepEngine
@@ -97,9 +97,11 @@ class EngineServer:
             crashed=lambda error: _soon(loop, self._crashed, error),
         )
         self._thread.start()
+        self._compiling = compiling_thread()
         yield
         self._thread.stop()
-        self._reading.shutdown(cancel_futures=True)
+        for executor in (self._reading, self._compiling):
+            executor.shutdown(cancel_futures=True)
 
     def _deliver(self, loop: asyncio.AbstractEventLoop, finished: list[Request]) -> None:
         """Passes a step's results to the event loop; runs in the engine's thread."""
@@ -153,7 +155,7 @@ class EngineServer:
             return None
         begun = request.prompt_ids[len(request.prompt_ids) - sampling.begun :]
         compiled = partial(self._grammars.matcher, sampling.grammar, sampling.stop_token_ids, begun)
-        return await asyncio.get_running_loop().run_in_executor(self._reading, compiled)
+        return await asyncio.get_running_loop().run_in_executor(self._compiling, compiled)
 
     async def _lines(self, stream: TokenStream) -> AsyncIterator[bytes]:
         try:
@@ -168,7 +170,7 @@ class EngineServer:
                 self._thread.call(lambda: self._engine.abort([stream.request]))
 
     async def _answered(self, request: Request) -> None:
-        """Returns when a request has ended; a cancellation aborts it."""
+        """Returns when a request has ended; a cancellation aborts it. Raises `RequestRefused` for what cannot be."""
         ended = self._waiters[request] = asyncio.get_running_loop().create_future()
         try:
             await self._call(lambda: self._engine.submit(request))
@@ -177,6 +179,8 @@ class EngineServer:
             if not ended.done() or ended.cancelled():
                 self._waiters.pop(request, None)
                 self._thread.call(lambda: self._engine.abort([request]))
+        if failed := next((draft.failed for draft in request.drafts if draft.failed), ""):
+            raise RequestRefused(failed)
 
     async def score(self, asked: protocol.LogprobsRequest) -> protocol.ScoreResponse:
         """Implements `ServedEngine`."""
