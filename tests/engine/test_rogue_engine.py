@@ -22,6 +22,7 @@ from shoal.engine.pool.answers import AnswerRules, AskedTokens, check_completion
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.engine.pool.replica import ReplicaState
 from shoal.engine.server.http_client import HttpEngine
+from shoal.engine.server.protocol import ScoreResponse
 from shoal.errors import EngineUnavailable, RequestRefused, WrongAnswer
 from shoal.interfaces import EngineInfo
 from shoal.types import Completion, FinishReason, Sampling
@@ -278,8 +279,64 @@ def test_an_engine_that_takes_weights_and_computes_with_others_serves_nothing(tm
         assert [replica.state for replica in pool.replicas] == ["away", "ready"]
         assert "stale gave a wrong answer" in told[0]
         assert "computes with other weights" in told[0]
+        rested, _ = pool.replicas
+        rested.rests_until_s = 0.0
+        await pool._check(rested)
+        assert rested.state is ReplicaState.AWAY
+        assert rested.wrong == 2
 
     asyncio.run(run())
+
+
+async def test_an_engine_with_the_number_of_the_weights_and_others_of_an_ended_run_loads_them(tmp_path: Path) -> None:
+    class Other(CountingEngine):
+        async def update_weights(self, version: int, path: Path) -> None:
+            await super().update_weights(version, path)
+            self.logprob = -2.5
+
+    canary.write(canary.Canary((1, 2, 3), (-2.5, -2.5), 0.1), tmp_path)
+    pool = EnginePool(patience_s=5)
+    await pool.join("own", CountingEngine(logprob=-2.5))
+    await pool.update_weights(4, tmp_path)
+    other = Other(version=4)
+    await pool.join("other", other)
+    assert other.served == [4]
+    assert [replica.state for replica in pool.replicas] == ["ready", "ready"]
+
+
+async def test_a_full_engine_may_take_longer_to_score_the_canary_than_to_say_that_it_lives(tmp_path: Path) -> None:
+    class Full(CountingEngine):
+        async def scored(self, *arguments: Any, **named: Any) -> ScoreResponse:
+            await ended.wait()
+            return await super().scored(*arguments, **named)
+
+        async def alive(self) -> None:
+            asked.append(1)
+            if len(asked) > 5:
+                ended.set()
+
+    canary.write(canary.Canary((1, 2, 3), (-0.5, -0.5), 0.1), tmp_path)
+    asked, ended = list[int](), asyncio.Event()
+    pool = EnginePool(patience_s=5, check_every_s=0.005, check_timeout_s=0.01)
+    await pool.join("full", Full())
+    await pool.update_weights(1, tmp_path)
+    assert [replica.last_error for replica in pool.replicas] == [""]
+
+
+async def test_requests_that_every_engine_refuses_are_no_failures_of_the_engines() -> None:
+    class Reading(CountingEngine):
+        async def generate(self, prompt_ids: Sequence[int], *arguments: Any, **named: Any) -> list[Completion]:
+            if prompt_ids[0] < 0:
+                raise RequestRefused("token_ids")
+            return await super().generate(prompt_ids, *arguments, **named)
+
+    pool = EnginePool(patience_s=5)
+    for name in ("one", "other"):
+        await pool.join(name, Reading())
+    for index in range(40):
+        with pytest.raises(RequestRefused):
+            await pool.generate([-1, index], Sampling(3))
+    assert [replica.state for replica in pool.replicas] == ["ready", "ready"]
 
 
 @pytest.mark.parametrize("ends", ["leaves", "stops answering"])

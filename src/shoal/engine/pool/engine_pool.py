@@ -223,11 +223,11 @@ class EnginePool(PoolMembers):
         asked_s = self._now_s()
         deadline_s = asked_s + self._patience_s
         failed: set[str] = set()
-        rounds, refusal = 0, None
+        rounds, refused = 0, list[tuple[Replica, RequestRefused]]()
         while True:
             replica = chosen(key, self._serving(model), count=count, at_least=at_least, avoid=failed)
-            if replica is None and refusal is not None:
-                raise refusal
+            if replica is None and refused:
+                raise refused[0][1]
             if model is not None and replica is None and (idle := self._idle(model)) is not None:
                 await self._take_over(idle, model)
                 continue
@@ -247,12 +247,17 @@ class EnginePool(PoolMembers):
             else:
                 failed.add(replica.name)
                 try:
-                    return await self._ask_replica(replica, count, ask)
-                except EngineError as error:
-                    if refusal is not None and isinstance(error, RequestRefused):
+                    answer = await self._ask_replica(replica, count, ask)
+                except RequestRefused as error:
+                    if refused:  # twice: the request is wrong, and no replica
                         raise
-                    refusal = error if isinstance(error, RequestRefused) else refusal
+                    refused.append((replica, error))
+                except EngineError as error:
                     self._failed(replica, error)
+                else:
+                    for refusing, refusal in refused:
+                        self._failed(refusing, refusal)
+                    return answer
 
     def _serving(self, model: NamedModel | None) -> Collection[Replica]:
         """Replicas with the weights that a request needs."""

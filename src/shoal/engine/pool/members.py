@@ -6,11 +6,11 @@ When it answers again it first loads the newest weights.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from shoal.engine.pool.answers import MOST_INTEGER, AnswerRules, check_info, check_scores
 from shoal.engine.pool.canary import canary_of
@@ -28,6 +28,10 @@ from shoal.engine.pool.routing import WAVE_SHARE
 from shoal.errors import EngineError, EngineUnavailable, RequestRefused, WrongAnswer
 
 UPDATE_TIMEOUT_S = 900.0
+UNLOADED = -1
+"""Version of an engine that must load the target."""
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -106,6 +110,11 @@ class Loader:
                 f"expected an engine that serves version {newest} of this run or an older one, got version {version}: "
                 f"its weights are another run's; start it again"
             )
+        if self.target and self.target.version == version:
+            try:
+                await _check_canary(replica.engine, self.target, self.check_every_s, self.check_timeout_s)
+            except WrongAnswer:  # the number of the target, and other weights: another run's, or a failed load's
+                version = UNLOADED
         if target := self._newer(version):
             try:
                 version = await self.loaded(replica.engine, target)
@@ -122,7 +131,7 @@ class Loader:
     async def loaded(self, engine: PoolEngine, target: Target) -> int:
         """Version that an engine serves once it has loaded the target and computes with it."""
         await _load(engine, target, self.check_every_s, self.check_timeout_s)
-        await _check_canary(engine, target, self.check_timeout_s)
+        await _check_canary(engine, target, self.check_every_s, self.check_timeout_s)
         return target.version
 
     async def take_over(self, replica: Replica, model: NamedModel) -> None:
@@ -145,30 +154,42 @@ class Loader:
 
 
 async def _load(engine: PoolEngine, target: Target, check_every_s: float, check_timeout_s: float) -> None:
-    """Has an engine load the target.
+    """Has an engine load the target. Raises as `_while_alive` does."""
+    loading = engine.update_weights(target.version, target.path)
+    await _while_alive(engine, loading, f"version {target.version} was not loaded", check_every_s, check_timeout_s)
+
+
+async def _while_alive(
+    engine: PoolEngine, answer: Awaitable[T], failure: str, check_every_s: float, check_timeout_s: float
+) -> T:
+    """Answer that a busy engine may give late.
 
     Raises `EngineUnavailable` after `UPDATE_TIMEOUT_S`, and for an engine that does not answer meanwhile.
     """
-    loading = asyncio.ensure_future(engine.update_weights(target.version, target.path))
+    answering = asyncio.ensure_future(answer)
     try:
         async with asyncio.timeout(UPDATE_TIMEOUT_S):
-            while not loading.done():
-                await asyncio.wait({loading}, timeout=check_every_s)
-                if not loading.done():
+            while not answering.done():
+                await asyncio.wait({answering}, timeout=check_every_s)
+                if not answering.done():
                     await within(engine.alive(), check_timeout_s)
-            loading.result()
+            return answering.result()
     except TimeoutError:
-        raise EngineUnavailable(f"version {target.version} was not loaded in {UPDATE_TIMEOUT_S:g} s") from None
+        raise EngineUnavailable(f"{failure} in {UPDATE_TIMEOUT_S:g} s") from None
     finally:
-        loading.cancel()
+        answering.cancel()
 
 
-async def _check_canary(engine: PoolEngine, target: Target, timeout_s: float) -> None:
-    """Raises `WrongAnswer` for an engine that computes with other weights than the target's."""
+async def _check_canary(engine: PoolEngine, target: Target, check_every_s: float, check_timeout_s: float) -> None:
+    """Raises `WrongAnswer` for an engine that computes with other weights than the target's.
+
+    A full engine scores the row after the answers before it, which may take longer than `check_timeout_s`.
+    """
     known = await asyncio.to_thread(canary_of, target.path)
     if known is None:
         return
-    logprobs = (await within(engine.scored(known.token_ids), timeout_s)).logprobs
+    scoring, failure = engine.scored(known.token_ids), "the canary was not scored"
+    logprobs = (await _while_alive(engine, scoring, failure, check_every_s, check_timeout_s)).logprobs
     check_scores(logprobs, len(known.token_ids))
     if off_nats := known.off_nats(logprobs):
         raise WrongAnswer(f"it took version {target.version} but computes with other weights: {off_nats}")
