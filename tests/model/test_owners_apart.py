@@ -1,6 +1,7 @@
 """Owners share a batch, never a number: what is not finite in one's rows changes no bit of another's."""
 
 import math
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine_models import saved
+from shoal.config import ModelConfig
 from shoal.model.attention import LONGEST_BY_HAND
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs, target_logprobs
 from shoal.model.routing import routers_of
 from shoal.model.training_forward import fastest_forward
 from shoal.trainer.adapters import Adapters, layers_of_kind
+from shoal.trainer.messages import Adapter, Datum, Gradient, GradientDone, Open
+from shoal.trainer.models import TrainedModels
 
 KINDS: dict[str, dict[str, object]] = {
     "Qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -30,6 +34,16 @@ KINDS: dict[str, dict[str, object]] = {
         "moe_intermediate_size": 24,
     },
     "GptOss": {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+OTHER_ROWS: dict[str, dict[str, object]] = {
+    "Mamba": {"state_size": 8},
+    "Qwen2Moe": {
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
 }
 POISONS = (math.nan, math.inf, -math.inf, 3e38)
 POISONED = 96
@@ -142,3 +156,39 @@ def test_rows_too_long_for_attention_by_hand_are_apart_too(path: Path, poison: f
     with torch.no_grad():
         model.get_input_embeddings().weight[POISONED] = poison
     assert_same(model, [logprobs()], [healthy])
+
+
+@pytest.mark.parametrize("kind", ["Mamba", "Qwen2Moe"])
+def test_owners_of_one_base_get_what_each_gets_alone_where_layers_read_other_rows_than_a_pass(
+    kind: str, tmp_path: Path
+) -> None:
+    """Mixers read rows side by side, and a shared expert all tokens without an axis of the batch."""
+    base, model_json = saved(kind, tmp_path, **OTHER_ROWS[kind]), ModelConfig(device="cpu").model_dump_json()
+
+    def found(owners: Sequence[str]) -> dict[str, list[Tensor]]:
+        """Logprobs and gradients of owners whose requests come together."""
+        models = TrainedModels()
+        for number, name in enumerate(("one", "other")):
+            models.open(Open(name, str(base), model_json, Adapter(rank=2, seed=number)))
+            generator = torch.Generator().manual_seed(number)
+            for parameter in models[name].adapters.parameters(models[name].owner).values():  # type: ignore[union-attr]
+                parameter.data.normal_(std=0.1, generator=generator)
+        tokens = {"one": [7, 8, 9, 10, 11], "other": [7, 8, 20, 21, 22, 23, 24]}
+        done = models.accumulate([Gradient(name, (datum(tokens[name]),), "cross_entropy", {}) for name in owners])
+        result: dict[str, list[Tensor]] = {}
+        for name, one in zip(owners, done, strict=True):
+            assert isinstance(one, GradientDone)
+            logp_N = torch.frombuffer(bytearray(one.logprobs[0]), dtype=torch.float32)
+            result[name] = [logp_N, *models[name].optimizer.gradients().values()]
+        return result
+
+    together = found(["one", "other"])
+    for name, got in together.items():
+        for one, wanted in zip(got, found([name])[name], strict=True):
+            torch.testing.assert_close(one, wanted, rtol=1e-4, atol=1e-4)
+
+
+def datum(tokens: Sequence[int]) -> Datum:
+    """A row whose targets are its own tokens, all of weight 1."""
+    ids = array("i", tokens).tobytes()
+    return Datum(ids, ids, (len(tokens),), {"weights": array("f", [1.0] * len(tokens)).tobytes()})

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from shoal.errors import TrainerError
 from shoal.model.adapter_targets import check_targets
+from shoal.model.mixers import mixers_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -105,6 +106,10 @@ class Adapters:
         """Whether an adapter changes experts, which no engine serves by an adapter's name."""
         return any(".experts." in name for name in self._layers[owner])
 
+    def needs_own_pass(self, owner: int) -> bool:
+        """Whether a changed layer, of experts or in a mixer, reads rows other than those of a pass."""
+        return bool(mixers_of(self.model)) or self.of_experts(owner)
+
     def files(self, owner: int) -> tuple[dict[str, Tensor], str]:
         """Tensors by name and settings as JSON, in the form that peft and adapter-serving engines read."""
         tensors = {f"base_model.model.{name}.weight": p.detach() for name, p in self.parameters(owner).items()}
@@ -133,13 +138,18 @@ class Adapters:
         return b_OR @ a_RI * (self._alphas[owner] / len(a_RI))
 
     def _add(self, layer: nn.Module, arguments: tuple[Tensor, ...], y: Tensor) -> Tensor:
-        if not self._spans:
-            return self._adapted(layer, SOLE, arguments[0], y)
+        x, spans = arguments[0], self._spans or [(SOLE, 0)]
+        if len(spans) == 1:
+            return self._adapted(layer, spans[0][0], x, y)
+        tokens = sum(count for _, count in spans)
+        assert x.shape[-2] == tokens == x.shape[:-1].numel(), (
+            "this layer reads other rows: its owners need passes apart"
+        )
         parts, start = [], 0
-        for owner, count in self._spans:
+        for owner, count in spans:
             span = slice(start, start := start + count)
-            parts.append(self._adapted(layer, owner, arguments[0][:, span], y[:, span]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            parts.append(self._adapted(layer, owner, x[..., span, :], y[..., span, :]))
+        return torch.cat(parts, -2)
 
     def _adapted(self, layer: nn.Module, owner: int, x: Tensor, y: Tensor) -> Tensor:
         """Output of a layer for the tokens of an owner."""

@@ -260,13 +260,15 @@ class TrainedModels:
                 results.append(GradientDone((), 0.0, self[job.name].updates))
             except TrainerError as error:
                 results.append(TrainerFailed(str(error), refused=True))
-        groups: dict[tuple[int, bool], list[tuple[int, Datum]]] = {}
+        groups: dict[tuple[int, bool, int], list[tuple[int, Datum]]] = {}
         for number, (job, result) in enumerate(zip(jobs, results, strict=True)):
             if isinstance(result, GradientDone):
-                key = id(self[job.name].model), job.backward
+                trained = self[job.name]
+                alone = trained.adapters is not None and trained.adapters.needs_own_pass(trained.owner)
+                key = id(trained.model), job.backward, trained.owner if alone else SOLE
                 groups.setdefault(key, []).extend((number, datum) for datum in job.data)
         found: dict[int, list[tuple[bytes, float]]] = {number: [] for number in range(len(jobs))}
-        for (_, backward), data in groups.items():
+        for (_, backward, _), data in groups.items():
             with torch.set_grad_enabled(backward):
                 for part in _parts(data):
                     self._pass(jobs, part, found, backward=backward)
