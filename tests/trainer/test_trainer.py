@@ -19,9 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from engine_models import saved
 from shoal.config import ModelConfig
 from shoal.config.training import DecoupledLoss, DoubleSidedLoss, GRPOLoss, TrainConfig
-from shoal.errors import TrainerError
+from shoal.engine.server.http_server import engine_of, options_of
+from shoal.errors import ConfigError, TrainerError
+from shoal.model.file_sizes import longest_row, sizes_of
 from shoal.model.loading import load_model
 from shoal.model.packed import packed_logprobs
 from shoal.trainer.influence import influences
@@ -431,6 +434,24 @@ def test_rows_that_the_model_cannot_read_are_refused(tiny_model_dir: Path) -> No
         ours.step([[Sample((1, 100000), (0, 1), (0.0, -1.0), (-1, 0), (0.0, 1.0))]])
     with pytest.raises(TrainerError, match="expected 1 to 256 tokens"):
         ours.step([[row(random.Random(0), (1,), 300, 1.0)]])
+
+
+def test_rows_above_the_length_at_which_longrope_changes_its_rotation_are_refused(tmp_path: Path) -> None:
+    """transformers picks one rotation for all rows of a pass, by its longest row."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 4.0, 8.0, 16.0]}
+    rotation = {"rope_scaling": {"type": "longrope", **factors}, "original_max_position_embeddings": 16}
+    path = saved("Phi3", tmp_path, num_key_value_heads=2, **rotation)
+    model, short, long = load_model(path), list(range(5, 13)), list(range(20, 44))
+    with torch.no_grad():
+        alone = packed_logprobs(model, torch.tensor(short), [8])
+        beside = packed_logprobs(model, torch.tensor(short + long), [8, 24])[:8]
+    assert not torch.allclose(alone, beside, atol=0.1)  # why none may be longer
+    with pytest.raises(TrainerError, match="expected 1 to 16 tokens, got 24"):
+        trainer(path).step([[row(random.Random(0), (1,), 23, 1.0)]])
+    with pytest.raises(ConfigError, match="expected at most the 16 tokens of the model, got 24"):
+        engine_of(options_of(["--model", str(path), "--max-model-len", "24"]))
+    assert engine_of(options_of(["--model", str(path)])).limits.max_model_len == 16
+    assert longest_row(sizes_of(path)) == 16
 
 
 def test_a_reset_at_push_makes_the_next_update_as_large_as_the_first(tiny_model_dir: Path) -> None:

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 from safetensors import SafetensorError, safe_open
@@ -24,6 +24,9 @@ class Sizes(msgspec.Struct, frozen=True):
     head_dim: Positive | None = None
     vocab_size: Positive | None = None
     max_position_embeddings: Positive | None = None
+    original_max_position_embeddings: Positive | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
     num_experts_per_tok: Positive | None = None
 
     @property
@@ -31,6 +34,19 @@ class Sizes(msgspec.Struct, frozen=True):
         """Numbers in the KV cache per token of context."""
         width = self.head_dim or self.hidden_size // self.num_attention_heads
         return 2 * self.num_hidden_layers * (self.num_key_value_heads or self.num_attention_heads) * width
+
+
+def longest_row(config: object) -> int | None:
+    """Most tokens of a row, from `Sizes` or transformers' config; None without a limit.
+
+    With longrope (Phi 3 and 4) one row above the original length changes the rotation of every row of its pass.
+    """
+    rotation = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    limits = [getattr(config, "max_position_embeddings", None)]
+    if {rotation.get("rope_type"), rotation.get("type")} & {"longrope", "su"}:
+        original = "original_max_position_embeddings"
+        limits += [getattr(config, original, None), rotation.get(original)]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def sizes_of(model_dir: Path) -> Sizes:

@@ -20,7 +20,7 @@ from shoal.files import ADAPTER_FILE, MODEL_FILE, siblings
 from shoal.interfaces import Environment, Scorer
 from shoal.model.adapter_targets import check_targets_of_files
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.file_sizes import shapes_of, sizes_of
+from shoal.model.file_sizes import longest_row, shapes_of, sizes_of
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import load_renderer, local_directory
 from shoal.observe.trackers import checked_tracker
@@ -178,7 +178,7 @@ def model_directory(path: str) -> Path:
 
 
 def _max_model_len(model_dir: Path, config: Config) -> int:
-    limit = sizes_of(model_dir).max_position_embeddings
+    limit = longest_row(sizes_of(model_dir))
     asked = config.engine.max_model_len
     if limit is None and asked is None:
         raise ConfigError(f"engine.max_model_len: the model in {model_dir} has no limit; set one")

@@ -19,6 +19,7 @@ from shoal.config import ModelConfig
 from shoal.config.training import TrainConfig
 from shoal.errors import TrainerError
 from shoal.files import replaced
+from shoal.model.file_sizes import longest_row
 from shoal.model.loading import DTYPES, load_model, resolve_device
 from shoal.model.packed import target_logprobs
 from shoal.trainer.adapters import CONFIG_FILE, SOLE, WEIGHTS_FILE, Adapters, layers_of_kind, merged_tensors
@@ -67,6 +68,7 @@ class TrainedModel:
         """
         self.model, self.adapters, self.owner = model, adapters, owner
         trained = dict(model.named_parameters()) if adapters is None else adapters.parameters(owner)
+        self._longest = longest_row(model.config.get_text_config()) or sys.maxsize
         self._critic = critic or {}
         self._dtype, self._ranks = dtype, ranks
         self._optimizer = Optimizer(trained, train, self._critic)
@@ -194,9 +196,8 @@ class TrainedModel:
     def check_row(self, name: str, tokens: Sequence[int]) -> None:
         """Raises `TrainerError` for a row that the model would answer with an index error or with nonsense."""
         self.check_ids(name, tokens)
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-        if len(tokens) > longest:
-            raise TrainerError(f"{name}: expected 1 to {longest} tokens, got {len(tokens)}")
+        if len(tokens) > self._longest:
+            raise TrainerError(f"{name}: expected 1 to {self._longest} tokens, got {len(tokens)}")
 
     def _trained(self) -> dict[str, Tensor]:
         """Trained tensors that no other file holds: the weights or the adapter, and the critic."""

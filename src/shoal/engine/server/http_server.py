@@ -82,13 +82,14 @@ def engine_of(options: argparse.Namespace) -> "StepEngine":
 
     from shoal.engine.compute.step_engine import StepEngine
     from shoal.engine.compute.weight_loading import weight_file
+    from shoal.model.file_sizes import longest_row
     from shoal.model.loading import load_model, resolve_device
 
     torch.set_num_threads(options.threads)
     path = Path(options.model)
     device = resolve_device(options.device)
     model = load_model(options.model, dtype=options.dtype, device=device)
-    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    own = longest_row(model.config.get_text_config())
     longest = options.max_model_len or own
     if longest is None or (own is not None and longest > own):
         raise ConfigError(f"max_model_len: expected at most the {own} tokens of the model, got {longest}")
