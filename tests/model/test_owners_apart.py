@@ -137,7 +137,8 @@ def test_an_owner_gets_the_same_logprobs_and_gradient_beside_weights_that_are_no
     beside = found(slice(None))
     assert_same(adapters.model, (*beside[0], *beside[1]), (*healthy[0], *healthy[1]))
     for got, wanted in zip((*beside[0], *beside[1]), (*alone[0], *alone[1]), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        # Gradients of up to 220 round by 7e-4.
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * max(1.0, float(wanted.abs().max())))
 
 
 @pytest.mark.parametrize("poison", POISONS)
