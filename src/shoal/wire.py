@@ -22,6 +22,15 @@ def encode(value: object) -> bytes:
     return bytes([FORMAT]) + _encoder.encode(value)
 
 
+def sendable(text: str) -> str:
+    """The text with ? for each half of a surrogate pair, which JSON in an answer can spell and UTF-8 cannot.
+
+    >>> sendable("5 \\ud800")
+    '5 ?'
+    """
+    return text.encode(errors="replace").decode()
+
+
 def decode(data: bytes, type_: type[T], max_bytes: int = MAX_BYTES) -> T:
     """The value of type `type_` in `data`. Raises `WireError` for all other data."""
     if len(data) > max_bytes:

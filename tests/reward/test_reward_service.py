@@ -105,6 +105,16 @@ def test_the_cache_keeps_the_most_recently_used() -> None:
     assert cache.get(b"d") is None
 
 
+def test_an_answer_with_half_of_a_surrogate_pair_is_wrong_and_kills_no_worker() -> None:
+    spec: Json = {"name": "json_schema", "schema": {"additionalProperties": {"type": "string"}}}
+
+    async def main(service: RewardService) -> tuple[list[Reward], float]:
+        return await service.score(task(spec), ['{"\\ud800": 1}']), service.values["scorer_restarts"]
+
+    rewards, restarts = run(main, workers=1)
+    assert (values(rewards), restarts) == ([0.0], 0)
+
+
 def test_a_worker_is_replaced_after_so_many_answers() -> None:
     from shoal.reward.scorer import WorkerScorer
 

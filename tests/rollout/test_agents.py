@@ -18,6 +18,7 @@ from cancelled import LOOPS, Loop, left_by
 from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from played_agents import TASK, Truth, played
+from shoal import wire
 from shoal.errors import ConfigError, TaskError
 from shoal.gateway.host import Host
 from shoal.interfaces import Model
@@ -25,9 +26,9 @@ from shoal.rollout.agents import clients
 from shoal.rollout.agents.clients import Named, agent_of, command_play, function_play
 from shoal.rollout.agents.runner import AgentFailed, AgentRunner, Play
 from shoal.tasks.remote_worker import HttpModel
-from shoal.tasks.sdk import BEGINNING, EnvironmentFailed, PolicyFailed
+from shoal.tasks.sdk import BEGINNING, Definition, EnvironmentFailed, PolicyFailed
 from shoal.trainer.advantage import rows
-from shoal.types import Completion, Message, Outcome, Role, Rollout, RolloutStatus, Sampling, Task
+from shoal.types import Completion, Message, Outcome, Reward, Role, Rollout, RolloutStatus, Sampling, Task
 from until import until
 
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,42 @@ def test_an_agent_that_crashes_hangs_or_never_asks_gives_a_failed_rollout_with_i
         (rollout,) = played(function_play(agent), timeout_s=1.5 if agent is hang else 60)
         assert rollout.status is RolloutStatus.FAILED
         assert rollout.reason.startswith(reason)
+
+
+HALF = '{"answer": "\\ud83d 5"}'
+
+
+class Halves:
+    """Reads half of a surrogate pair from an answer, and uses it wherever a text of the environment goes."""
+
+    def __init__(self, use: str = "") -> None:
+        self.use = use
+
+    def draw(self, rng: object) -> str:
+        return "hello"
+
+    async def rollout(self, task: Task, model: Model) -> Outcome:
+        said = json.loads((await model.answer(task.messages)).content)["answer"]
+        if self.use == "policy":
+            raise PolicyFailed(f"unknown move {said}")
+        if self.use == "environment":
+            raise EnvironmentFailed(f"unknown move {said}")
+        return Outcome(1.0, evidence=said) if self.use == "evidence" else Outcome(answer=said)
+
+    def score(self, task: Task, answer: str) -> Reward:
+        return Reward(0.0, evidence=json.loads(answer)["answer"])
+
+
+@pytest.mark.parametrize("use", ["answer", "policy", "environment", "evidence"])
+def test_half_of_a_surrogate_pair_in_an_answer_does_not_keep_a_rollout_out_of_the_log(use: str) -> None:
+    (rollout,) = played(contextlib.nullcontext(Halves(use).rollout), HALF, real_scorer=True)
+    assert wire.decode(wire.encode(rollout), Rollout) == rollout
+    assert rollout.reward.value == float(use in ("answer", "evidence"))
+    assert use == "answer" or "? 5" in rollout.reason + rollout.reward.evidence
+
+
+async def test_half_of_a_surrogate_pair_in_an_author_s_evidence_is_a_question_mark() -> None:
+    assert await Definition("halves", Halves()).score(TASK, [HALF]) == [Reward(0.0, evidence="? 5")]
 
 
 @pytest.mark.parametrize(("max_at_once", "most"), [(2, 2), (None, 4)])

@@ -208,10 +208,10 @@ def reward_of(judge: Judging, answer: str, cpu_s: float) -> Reward:
     except OutOfTime:
         return exhausted(cpu_s)
     except Exception as error:  # an odd answer may raise anything in a scorer
-        return Reward(0.0, evidence=f"{UNREAD}{type(error).__name__}: {error}"[:500])
+        return Reward(0.0, evidence=wire.sendable(f"{UNREAD}{type(error).__name__}: {error}"[:500]))
     if not math.isfinite(value):
         return Reward(0.0, RewardStatus.FAILED, evidence=f"the scorer answered {value}")
-    return Reward(value, evidence=evidence)
+    return Reward(value, evidence=wire.sendable(evidence))
 
 
 def replies(frame: bytes) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from shoal.plugins import described
 from shoal.tasks.remote_protocol import DrawJob, Job, JobDone, JobFailed, RolloutJob, TaskRole
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed
 from shoal.types import Message
+from shoal.wire import sendable
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -122,5 +123,4 @@ async def result_of(doing: Awaitable[object]) -> bytes:
 
 def _failed(reason: str, *, retry: bool = False, by_policy: bool = False) -> bytes:
     """Failure with a reason that JSON can carry."""
-    shown = reason[:MOST_REASON].encode(errors="replace").decode()
-    return msgspec.json.encode(JobFailed(shown, retry, by_policy))
+    return msgspec.json.encode(JobFailed(sendable(reason[:MOST_REASON]), retry, by_policy))

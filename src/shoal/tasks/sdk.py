@@ -41,6 +41,7 @@ from shoal.interfaces import Environment, Model
 from shoal.plugins import described, in_thread, numbers_of, own_code
 from shoal.tasks.holdout import EVAL_SHARE, Epochs, first_of, prompt, rewritten
 from shoal.types import Json, Message, Outcome, Receipt, Reward, RewardStatus, Role, Split, Task, seed_for
+from shoal.wire import sendable
 
 
 class EnvironmentFailed(Exception):
@@ -217,7 +218,8 @@ class Definition(Environment):
             given: Any = await called(method, task, said)
             values = [given] if isinstance(said, str) else given
             if isinstance(values, Sequence) and len(values) == n and any(isinstance(one, Reward) for one in values):
-                return [one if isinstance(one, Reward) else Reward(float(one)) for one in values]
+                rewards = (one if isinstance(one, Reward) else Reward(float(one)) for one in values)
+                return [dataclasses.replace(one, evidence=sendable(one.evidence)) for one in rewards]
             numbers = numbers_of(values, n)
             if None in numbers:
                 raise ValueError("expected a number for each answer, got None")

@@ -13,6 +13,7 @@ from shoal.plugins import described
 from shoal.rollout.single_turn import failed, priority_of, sampled_for, unscored
 from shoal.tasks.sdk import BEGINNING, Beginning, EnvironmentFailed, PolicyFailed
 from shoal.types import Message, Outcome, Reward, RewardStatus, Role, Rollout, RolloutStatus, Sampling, Task, seed_for
+from shoal.wire import sendable
 
 if TYPE_CHECKING:
     from shoal.gateway.host import Host, HostedSession
@@ -164,7 +165,7 @@ class AgentRunner:
 
     async def _judged(self, task: Task, i: int, model: "HostedSession", end: _End) -> Rollout:
         """The rollout of the conversation, with its reward and status."""
-        turns, messages, outcome, reason = model.tree.turns(), model.tree.messages(), end.outcome, end.reason
+        turns, messages, outcome, reason = model.tree.turns(), model.tree.messages(), end.outcome, sendable(end.reason)
         if outcome is not None:
             reason = reason or (OVERFLOW if model.tree.truncated else CUT if model.tree.is_cut else "")
         given = outcome.turn_rewards if outcome else ()
@@ -186,13 +187,12 @@ class AgentRunner:
     async def _reward(self, task: Task, messages: tuple[Message, ...], outcome: Outcome) -> Reward:
         """The reward of the agent's outcome, or else the scorer's."""
         if outcome.reward is not None:
-            shown = outcome.evidence[:SHOWN_EVIDENCE].encode(errors="replace").decode()  # names of files may be no text
-            return Reward(outcome.reward, evidence=shown)
+            return Reward(outcome.reward, evidence=sendable(outcome.evidence[:SHOWN_EVIDENCE]))
         answer = outcome.answer
         if answer is None:  # the newest one
             answer = next((written(one) for one in reversed(messages) if one.role is Role.ASSISTANT), "")
         try:
-            (reward,) = await self.scorer.score(task, [answer])
+            (reward,) = await self.scorer.score(task, [sendable(answer)])
         except ShoalError as error:  # the task names no scorer
             return Reward(0.0, RewardStatus.FAILED, evidence=str(error))
         return reward
