@@ -140,3 +140,12 @@ def test_messages_that_the_template_refuses_are_refused_with_its_words() -> None
     with pytest.raises(SessionError, match="roles must alternate"):
         renderer("gemma").prompt_ids([ASK, NEXT])
     assert renderer("gemma").bridge_ids([NEXT, NEXT]) is None
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_call_with_half_a_surrogate_pair_is_unreadable_and_no_exception(name: str) -> None:
+    """Peers may offer it, and no tokenizer reads it."""
+    made = renderer(name)
+    torn = replace(CALLING, tool_calls=(replace(CALL, arguments=r'{"x": "\ud800"}'),))
+    assert made.message_ids(torn, [ASK], TOOLS, made.prompt_ids([ASK], TOOLS)) is None
+    assert made.bridge_ids([NEXT, torn, RESULT], TOOLS) is None

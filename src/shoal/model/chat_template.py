@@ -237,13 +237,15 @@ class ChatRenderer:
         return ids if same and [(one.name, _arguments(one.arguments)) for one in back.calls] == calls else None
 
     def _rendered(self, messages: Sequence[Message], tools: str, template: str, *, prompt: bool = True) -> str:
-        return self._tokenizer.apply_chat_template(
+        text = self._tokenizer.apply_chat_template(
             [template_entry(message) for message in messages],
             tools=json.loads(tools) if tools else None,
             tokenize=False,
             add_generation_prompt=prompt,
             **(json.loads(template) if template else {}),
         )
+        text.encode()  # half a surrogate pair, which JSON arguments may have, is a ValueError: no tokenizer reads it
+        return text
 
     def _bridge(self, tail: Sequence[Message], tools: str, template: str) -> str | None:
         if not self.has_template:
