@@ -103,3 +103,24 @@ def test_a_few_authors_can_hasten_no_rounds(counts: Mapping[str, int]) -> None:
     assert rounds.whole
     rounds.next()
     assert not rounds.whole
+
+
+def test_long_offers_of_one_question_are_joined_once_however_often_others_are_picked() -> None:
+    """Strangers' turns beside them would otherwise keep the run's event loop busy."""
+    joined = Counter[str]()
+
+    class Long(OfferedRollout):
+        """An answer that counts how often its text is made of its parts."""
+
+        @property
+        def said(self) -> str:
+            joined[self.text] += 1
+            return self.text
+
+    waiting, rng = Waiting(), random.Random(0)
+    for i in range(MOST_PER_AUTHOR):
+        content = Offer(Claim("t", "2 + 2", "4"), (Long(f"{i}"), Long(f"{i}!")), GeneratorKind.RULE, "m", 1.0)
+        waiting.add(VerifiedMessage(f"a{i}", f"{i}", 1.0, content), content, lambda _: False)
+    while waiting:
+        waiting.taken(rng)
+    assert set(joined.values()) == {1}

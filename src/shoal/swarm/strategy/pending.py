@@ -23,6 +23,8 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
         super().__init__()
         self._of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         """Ids of each author's offers, oldest first, so that an offer costs no walk through all others."""
+        self._said: dict[str, frozenset[int]] = {}
+        """Hashes of each offer's answers to its question: joining the texts of long offers again takes seconds."""
 
     def add(self, message: VerifiedMessage, content: Offer, is_newcomer: Callable[[str], bool]) -> list[str]:
         """Adds an offer; returns the authors of offers that had to make room.
@@ -40,12 +42,14 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
         if crowded_out is not None:
             self.remove(next(iter(self._of[crowded_out])))
         self[message.id] = (message, content)
+        self._said[message.id] = frozenset(hash((content.claim.question, one.said)) for one in content.rollouts)
         self._of[message.peer_id][message.id] = None
         return [] if crowded_out is None else [crowded_out]
 
     def remove(self, key: str) -> tuple[VerifiedMessage, Offer]:
         """Removes an offer and returns it. Raises `KeyError`."""
         message, content = self.pop(key)
+        del self._said[key]
         of_author = self._of[message.peer_id]
         del of_author[key]
         if not of_author:
@@ -71,12 +75,5 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
         authors = known if known and (not new or rng.random() < 0.5) else new
         if not authors:
             return None
-        key = next(iter(self._of[rng.choice(authors)]))
-        return next(first for first, (_, content) in self.items() if first == key or _may_copy(self[key][1], content))
-
-
-def _may_copy(one: Offer, first: Offer) -> bool:
-    """Whether an offer has the question and an answer of another."""
-    if one.claim.question != first.claim.question:
-        return False
-    return not {rollout.said for rollout in one.rollouts}.isdisjoint(rollout.said for rollout in first.rollouts)
+        said = self._said[next(iter(self._of[rng.choice(authors)]))]
+        return next(first for first, other in self._said.items() if not other.isdisjoint(said))
