@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from test_swarm_envelope import bomb, nested, unsigned
 
@@ -213,6 +214,50 @@ async def logprobs(rows: Sequence[Sequence[int]]) -> list[list[float]]:
 async def drained(exchange: NatsExchange) -> None:
     while True:
         await exchange.receive(1000)
+
+
+async def test_headers_that_nobody_can_parse_end_no_reader_s_connection(tmp_path: Path) -> None:
+    """The stream keeps such a frame for an hour, and every connection would end at it."""
+    async with NatsServer(ServerOptions(tmp_path)) as server, NatsExchange(NatsOptions((server.url,), "reef")) as member:
+        first = asyncio.create_task(member.receive(9))
+        await until(lambda: member.connected)
+        parts = urlsplit(server.url)
+        _, writer = await asyncio.open_connection(parts.hostname, parts.port)
+        writer.write(b'CONNECT {"headers": true}\r\nHPUB shoal.reef.offer.x 8 9\r\nNATS/1.0!\r\n')
+        assert await asyncio.wait_for(first, 30) == [b"!"]
+        await member.publish("a", b"frame")
+        assert await member.receive(9) == [b"frame"]
+        assert member.connections == 1
+        writer.close()
+        await writer.wait_closed()
+
+
+async def lying(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers as a NATS server does, and to each request with a number: any member may, if it is faster."""
+    writer.write(b'INFO {"server_id": "x", "version": "2.10.0", "max_payload": 99999, "headers": true}\r\n')
+    inbox = b""
+    while line := await reader.readline():
+        kind, *words = line.split()
+        if kind == b"PING":
+            writer.write(b"PONG\r\n")
+        elif kind == b"SUB":
+            inbox = words[-1]
+        elif kind == b"PUB":
+            await reader.readexactly(int(words[-1]) + 2)
+            writer.write(b"MSG %s %s 1\r\n5\r\n" % (words[1], inbox))
+    writer.close()
+
+
+async def test_answers_of_any_form_in_the_server_s_name_end_no_reading() -> None:
+    async with await asyncio.start_server(lying, "127.0.0.1", 0) as server:
+        url = f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with NatsExchange(NatsOptions((url,), "reef")) as member:
+            first = asyncio.create_task(member.receive(9))
+            await until(lambda: first.done() or member.failure)
+            assert not first.done()
+            assert "not iterable" in member.failure
+            first.cancel()
+            await asyncio.wait([first])
 
 
 def test_tasks_that_a_function_or_a_judge_scores_are_no_peer_s(tmp_path: Path) -> None:
