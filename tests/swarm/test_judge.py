@@ -248,6 +248,15 @@ def test_a_time_that_is_none_is_refused_before_anything_is_drawn(judge: Judge, s
         asyncio.run(judge.challenge(frame))
 
 
+def test_a_judge_whose_clock_was_set_back_goes_on(judge: Judge, clock: Clock) -> None:
+    right_s, clock.now_s = clock.now_s, clock.now_s + 1e9
+    judge.ledger()
+    clock.now_s = right_s
+    newest, now = (opened(one, Round)[1] for one in judge.ledger().sittings[:2])
+    assert now.opens_s == right_s
+    assert newest.opens_s == now.closes_s
+
+
 def test_seeds_are_committed_to_before_and_revealed_after(judge: Judge, clock: Clock) -> None:
     before = judge.ledger()
     sittings, _ = statements(before, HERE.peer_id)

@@ -208,12 +208,13 @@ class Judge:
         """Returns the current round with its seed; commits to it and to the next round if need be."""
         now_s = self.now_s()
         newest = [(_stated(statement), seed) for seed, statement in self.store.rounds(2)]
-        while not newest or newest[0][0].opens_s <= now_s:
+        while not newest or newest[0][0].opens_s <= now_s or newest[-1][0].opens_s > now_s:  # the clock was set back
             last, seed = newest[0][0] if newest else None, secrets.token_bytes(SEED_BYTES)
-            opens_s = max(last.closes_s, now_s) if last else now_s
+            opens_s = max(last.closes_s, now_s) if last and last.opens_s <= now_s else now_s
             round_ = self._round(last.number + 1 if last else 0, opens_s, commitment_of(seed))
             self.store.put_round(round_.number, seed, signed(self._identity, round_))
             newest.insert(0, (round_, seed))
+            del newest[2:]
         return next(one for one in newest if one[0].opens_s <= now_s)
 
     def _round(self, number: int, opens_s: float, commitment: bytes) -> Round:
