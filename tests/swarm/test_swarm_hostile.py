@@ -218,7 +218,10 @@ async def drained(exchange: NatsExchange) -> None:
 
 async def test_headers_that_nobody_can_parse_end_no_reader_s_connection(tmp_path: Path) -> None:
     """The stream keeps such a frame for an hour, and every connection would end at it."""
-    async with NatsServer(ServerOptions(tmp_path)) as server, NatsExchange(NatsOptions((server.url,), "reef")) as member:
+    async with (
+        NatsServer(ServerOptions(tmp_path)) as server,
+        NatsExchange(NatsOptions((server.url,), "reef")) as member,
+    ):
         first = asyncio.create_task(member.receive(9))
         await until(lambda: member.connected)
         parts = urlsplit(server.url)
