@@ -38,7 +38,6 @@ CREATE TABLE IF NOT EXISTS challenges(
     UNIQUE(sitting, peer_id, model, attempt));
 CREATE INDEX IF NOT EXISTS newest_of_peer ON challenges(peer_id, sent_s, deadline_s, score);
 """
-_OVER = "(score IS NOT NULL OR deadline_s < ?)"
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -154,12 +153,18 @@ class JudgeStore:
         return last_s, still_open, answered
 
     def standings(self, now_s: float, most: int = 200) -> list[Standing]:
-        """Rows of the leaderboard, best first; of peers that answered a challenge."""
+        """Rows of the leaderboard, best first; of peers that answered a challenge.
+
+        A challenge counts once all earlier ones of the peer are over too, else a peer would answer its easiest first.
+        """
         rows = self._connection.execute(
             f"""SELECT peer_id, total, unanswered, challenges.* FROM challenges JOIN (
                 SELECT id, COUNT(*) OVER peer AS total, SUM(score IS NULL) OVER peer AS unanswered,
                     ROW_NUMBER() OVER (PARTITION BY peer_id ORDER BY sent_s DESC) AS age
-                FROM challenges WHERE {_OVER} WINDOW peer AS (PARTITION BY peer_id)
+                FROM challenges LEFT JOIN (
+                    SELECT peer_id, MIN(sent_s) AS open_s FROM challenges
+                    WHERE score IS NULL AND deadline_s >= ? GROUP BY peer_id
+                ) USING (peer_id) WHERE open_s IS NULL OR sent_s < open_s WINDOW peer AS (PARTITION BY peer_id)
             ) USING (id) WHERE age <= {NEWEST} AND total > unanswered ORDER BY peer_id, age""",
             (now_s,),
         )
@@ -180,7 +185,8 @@ def _standing(newest: Sequence[Record], total: int, unanswered: int, *, peers: i
     for record in newest:
         for answer in record.graded:
             passed.setdefault(answer.specialty, []).append(answer.passed)
-    questions = len(newest) * max(len(record.graded) for record in newest)
+    # The bound holds for as many questions as each answered challenge has, where the judge's number was changed.
+    questions = len(newest) * min((len(record.graded) for record in newest if record.graded), default=0)
     shares = {name: fmean(each) for name, each in sorted(passed.items())}
     bound = lower_bound(score, questions, peers, total)
     return Standing(last.peer_id, last.model, last.arm, last.round, total, unanswered, score, bound, shares)
@@ -189,16 +195,16 @@ def _standing(newest: Sequence[Record], total: int, unanswered: int, *, peers: i
 def lower_bound(share: float, questions: int, peers: int, challenges: int) -> float:
     """Lower bound of the chance of a right answer, which holds for all peers at once and after each challenge.
 
-    The probability of an error is split over the peers, and as 1 / (t (t + 1)) over the challenges t of a peer. So
-    no peer gains by stopping at the best time. Each part is Chernoff's bound: the p below `share` at which
+    The probability of an error is split as 1 / (t (t + 1)) over the challenges t of a peer, and so over the peers as
+    they come. No peer gains by stopping at the best time. Each part is Chernoff's bound: the p below `share` at which
     questions * KL(share || p) = log(1 / error) (Hoeffding 1963; it holds for questions of unequal difficulty).
 
     >>> [round(lower_bound(0.7, n, peers, n // 27), 2) for n, peers in ((27, 1), (27, 60), (270, 60))]
-    [0.44, 0.33, 0.56]
+    [0.42, 0.25, 0.53]
     """
     if not questions:
         return 0.0
-    nats = math.log(max(peers, 1) * challenges * (challenges + 1) / (1 - CONFIDENCE)) / questions
+    nats = math.log(peers * (peers + 1) * challenges * (challenges + 1) / (1 - CONFIDENCE)) / questions
     low, high = 0.0, share
     for _ in range(40):
         middle = (low + high) / 2
