@@ -271,6 +271,17 @@ async def test_the_answers_of_two_people_are_one_offer_signed_by_the_node(tmp_pa
         assert (await ann.ask())["id"] != first["id"]
 
 
+async def test_nobody_is_shown_an_own_wrong_answer_as_another_s(tmp_path: Path) -> None:
+    async with site(tmp_path) as at, Visitor(at.url) as ann, Visitor(at.url) as bob:
+        found = await ann.ask()
+        await ann.say(found, "?")
+        await ann.say(found, "!")
+        await bob.ask()
+        await bob.say(found, "?")
+        verdict = await bob.say(found, str(found["question"])[-1])
+        assert [one["text"] for one in verdict["others"]] == ["!"]  # type: ignore[attr-defined]
+
+
 async def test_who_passes_a_question_over_is_asked_another(tmp_path: Path) -> None:
     async with site(tmp_path, rates=Rates(lambda: 0.0, burst=30)) as at, Visitor(at.url) as ann:
         asked = [await ann.ask()]

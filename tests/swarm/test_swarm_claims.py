@@ -79,6 +79,14 @@ def test_a_node_draws_the_datasets_that_it_says(library: Library, anything: OwnT
         other.close()
 
 
+def test_a_node_without_a_dataset_of_its_own_draws_those_of_others_without_a_system_prompt(claims: list[Claim]) -> None:
+    own = OwnTasks([], SwarmConfig(datasets="any"))
+    found = decided(own, claims[0])
+    own.close()
+    assert isinstance(found, Task)
+    assert [message.content for message in found.messages] == [claims[0].question]
+
+
 def test_the_same_dataset_is_drawn_with_the_settings_of_the_offer(claims: list[Claim]) -> None:
     with Library([SUMS.model_copy(update={"params": {"max_terms": 2}})], 0) as mine:
         strict, open_ = OwnTasks(mine.services), OwnTasks(mine.services, SwarmConfig(datasets=["chain_sum"]))

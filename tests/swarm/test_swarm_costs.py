@@ -242,13 +242,24 @@ def test_own_answers_are_never_taken_back_whatever_is_changed_or_added(
 
 def test_short_answers_that_agree_by_chance_are_no_copies_and_a_question_counts_a_few_times(library: Library) -> None:
     task, contents = library.services[0].draw(Split.TRAIN, 0), Contents()
-    taken = 0
-    for peer, texts in enumerate((["a", "b", "b"], ["a", "a", "b"], ["a", "b", "c"], ["b", "a"], ["c"] * 3, ["d"] * 3)):
-        if not contents.repeats(task, texts, f"{peer}", 0.0):
-            contents.take(task, texts, f"{peer}", 1.0)
-            taken += 1
-    assert taken == MOST_PER_QUESTION
+    taken = []
+    for texts in ("abb", "aab", "abc", "ba", "ccc", "ddd"):
+        if not contents.repeats(task, list(texts), texts, 0.0):
+            contents.take(task, list(texts), texts, 1.0)
+            taken.append(texts)
+    assert taken == ["abb", "aab", "abc", "ccc"], "all of `ba` were in one offer"
+    assert len(taken) == MOST_PER_QUESTION
     assert not contents.repeats(task, ["e", "d"], "late", 1.0)
+
+
+def test_long_answers_of_several_offers_are_copies_together_too(library: Library) -> None:
+    task, contents = library.services[0].draw(Split.TRAIN, 0), Contents()
+    long = [f"throw number {number} of the coin came up heads" for number in range(5)]
+    for author, texts in (("x", long[:2]), ("y", long[2:4])):
+        assert not contents.repeats(task, texts, author, 0.0)
+        contents.take(task, texts, author, 1.0)
+    assert contents.repeats(task, [long[0], long[2], "never said"], "z", 0.0)
+    assert not contents.repeats(task, [long[0], long[4]], "z", 0.0), "one is new"
 
 
 def test_different_answers_in_another_script_are_no_copies(library: Library) -> None:

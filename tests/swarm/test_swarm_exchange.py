@@ -150,6 +150,10 @@ def test_a_stream_that_somebody_else_made_is_used_if_it_keeps_the_swarm_and_what
     with_server(tmp_path, body)
 
 
+def files_below(folder: Path, name: str = "streams") -> list[Path]:
+    return [path for found in folder.rglob(name) for path in found.rglob("*") if path.is_file()]
+
+
 def test_a_reader_that_is_busy_for_a_minute_keeps_its_place_at_the_server(tmp_path: Path) -> None:
     async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
         member = joined(server.url)
@@ -159,7 +163,24 @@ def test_a_reader_that_is_busy_for_a_minute_keeps_its_place_at_the_server(tmp_pa
         client = await nats.connect(server.url)
         (consumer,) = await client.jetstream().consumers_info("shoal-reef")
         assert consumer.config.inactive_threshold == 60.0
+        assert {path.name for path in await asyncio.to_thread(files_below, tmp_path)} >= {"meta.inf"}
+        assert not await asyncio.to_thread(files_below, tmp_path, "obs"), "the place is in memory, and writes no file"
         await client.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_reader_whose_place_the_server_has_lost_reads_on(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        member = joined(server.url)
+        reading = asyncio.ensure_future(collected(member, 2))
+        await published(member, b"1")
+        client = await nats.connect(server.url)
+        for consumer in await client.jetstream().consumers_info("shoal-reef"):
+            await client.jetstream().delete_consumer("shoal-reef", consumer.name)
+        await published(member, b"2")
+        await client.close()
+        assert await reading == [b"1", b"2"]
 
     with_server(tmp_path, body)
 

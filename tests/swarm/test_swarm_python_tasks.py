@@ -17,12 +17,14 @@ from shoal.net.identity import Identity
 from shoal.swarm.node import Node
 from shoal.swarm.peer import Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.encoding import encode_offer
 from shoal.swarm.trust.limits import QuestionLimits
 from shoal.swarm.trust.python_tasks import OwnTask, PythonTasks, own_task
 from shoal.swarm.trust.refusals import Reason
-from shoal.swarm.wire.offer import Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
+from shoal.swarm.wire.offer import AskedFor, Claim, Course, Offer, OfferedRollout, OfferedTurn, offer_of
 from shoal.tasks.sdk import Definition, definition_at
 from shoal.trainer.advantage import rows
+from shoal.turn_tree import prompt_ids
 from shoal.types import (
     Completion,
     FinishReason,
@@ -223,6 +225,18 @@ async def test_tool_calls_travel_as_messages_and_are_written_as_the_taker_s_temp
     ]
 
 
+def test_each_answer_is_encoded_after_what_its_model_was_asked_with_the_tools_of_that_request() -> None:
+    renderer, tools = renderer_of(ANSWERING["qwen3"]), json.dumps([{"type": "function", "function": {"name": "look"}}])
+    no = Message(Role.USER, "no")
+    messages = (Message(Role.USER, "3 + 4?"), said("hm"), no, said("6"), no, said("7"))
+    task = Task("t", "sums", messages[:1], "7")
+    asked = (AskedFor(messages[:1], tools), AskedFor(messages[:3], tools), AskedFor(messages[:5]))
+    turns = tuple(OfferedTurn(one.role, one.content, sampled=one.role is Role.ASSISTANT) for one in messages[1:])
+    source, _ = encode_offer([(OfferedRollout("", True, turns), Course(asked))], task, renderer, 1024, 1024)
+    prompts = [list(prompt_ids(source.kept[0].turns, index)) for index in range(3)]
+    assert prompts == [renderer.prompt_ids(one.messages, one.tools) for one in asked]
+
+
 def written(tmp_path: Path, body: str, name: str = "odd") -> OwnTask:
     """A task in a file of its own."""
     file = tmp_path / f"{name}.py"
@@ -355,6 +369,20 @@ async def test_an_answer_is_what_the_model_said_and_nothing_else(tmp_path: Path)
             turn = OfferedTurn(role, "a long and wrong text", sampled=True)
             found = await own.course(claim, task, OfferedRollout("", True, (turn,)))
             assert found is Reason.OTHER_COURSE, role
+
+
+async def test_what_describes_tools_is_loaded_before_the_first_conversation(tmp_path: Path) -> None:
+    """Its import takes longer than a conversation may."""
+    body = SUMS.replace("answer.strip() == task.answer", '"transformers.utils" in sys.modules')
+    tools = written(tmp_path, "    import sys\n    from shoal.environments.trl import converse\n" + body).task
+
+    async with own_tasks([tools]) as own:
+        claim = await own.claim(tools.draw(Split.TRAIN, 0))
+        task = await own.task(claim)
+        assert isinstance(task, Task)
+        found = await own.course(claim, task, OfferedRollout("?"))
+        assert isinstance(found, Course)
+        assert found.reward == Reward(1.0)
 
 
 async def test_what_no_model_was_asked_for_is_no_course(tmp_path: Path) -> None:

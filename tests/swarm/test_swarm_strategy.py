@@ -24,6 +24,9 @@ from shoal.swarm.strategy.choice import (
     taker_of,
     uniform,
 )
+from shoal.swarm.strategy.sharing import Outbox
+from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.types import Group, Message, Reward, Role, Rollout, Task
 
 MIXED, EQUAL = (0.0, 1.0, 0.0, 1.0), (1.0, 1.0, 1.0, 1.0)
 
@@ -51,6 +54,20 @@ def test_a_budget_is_kept_on_average() -> None:
     shared = sum(share(own(MIXED), float(second)) for second in range(1000))
     assert shared * 100 <= 50 * (1000 + 60)
     assert shared * 100 >= 50 * 950
+
+
+async def test_the_size_of_an_own_group_is_that_of_its_answers() -> None:
+    seen = list[Own]()
+
+    def share(own: Own, now_s: float) -> bool:
+        seen.append(own)
+        return True
+
+    asked = (Message(Role.SYSTEM, "Only the number."), Message(Role.USER, "3 + 4?"))
+    answers = zip(("seven", "no"), (1.0, 0.0), strict=True)
+    rollouts = [Rollout("r", (*asked, Message(Role.ASSISTANT, text)), (), Reward(value)) for text, value in answers]
+    Outbox(OwnTasks([]), share, "m").put(Group("g", Task("t", "sums", asked, "7"), tuple(rollouts), 0), 0.0)
+    assert seen == [Own("sums", (1.0, 0.0), len("seven") + len("no"))]
 
 
 groups = st.lists(

@@ -445,6 +445,7 @@ def test_each_name_has_a_bucket_of_its_own_and_those_that_asked_long_ago_a_full_
         buckets.take(str(number), 0.0)
     assert not buckets.take("a", 0.0), "many names give no name its rate anew"
     assert buckets.take("a", 10.0)
+    assert all(buckets.take(name, 10.0) for name in ("new", "newer")), "a name whose bucket is full makes room"
 
 
 def test_random_damage_to_frames_never_raises_and_never_enters() -> None:
