@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_forty_steps_of_the_code_example_learn_from_programs_in_the_sandbox_and_lose_none(tmp_path: Path) -> None:
     """40 of the 300 steps, sampled on 128 held-out questions: two seeds went from 27 and 31 % to 51 and 54 %.
 
-    At twice the rate nine runs ended at 16, 38 to 39 (three of them), 45, 55, 56, 57 and 61 %. The bound was .1 at first.
+    At twice the rate nine runs ended at 16, 38 to 39 (three), 45, 55, 56, 57 and 61 %. The bound was .1 at first.
     """
     settings = [f"--run_dir={tmp_path / 'run'}", "--train.steps=40", "--eval.every_steps=40"]
     command = [sys.executable, "-m", "shoal.cli", "train", "examples/code/config.toml", *settings]
