@@ -17,10 +17,11 @@ from rank_processes import run_ranks
 from shoal import wire
 from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ModelError
 from shoal.net.listening import free_port
 from shoal.trainer.messages import StepStats, TokensFile
-from shoal.trainer.ranks import Ranks, local
+from shoal.trainer.ranks import ALONE, Ranks, local
+from shoal.trainer.sharded_start import loaded
 from shoal.trainer.trainer import Trainer
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Sample
@@ -228,3 +229,8 @@ def test_a_backend_that_is_not_here_is_refused(tiny_model_dir: Path) -> None:
     wanted = "for what torchtitan lacks" if HAS_TITAN else "without torchtitan 0.3.0 here: No module named"
     with pytest.raises(ConfigError, match=wanted):
         Trainer(tiny_model_dir, ModelConfig(device="cpu"), TrainConfig(backend="torchtitan"))
+
+
+def test_one_rank_checks_a_model_on_the_device_that_it_trains_on(tiny_model_dir: Path) -> None:
+    with pytest.raises(ModelError, match="meta"):  # no logprob is computed there
+        loaded(tiny_model_dir, ALONE, "meta")
