@@ -181,6 +181,7 @@ def test_owners_of_one_base_get_what_each_gets_alone_where_layers_read_other_row
             assert isinstance(one, GradientDone)
             logp_N = torch.frombuffer(bytearray(one.logprobs[0]), dtype=torch.float32)
             result[name] = [logp_N, *models[name].optimizer.gradients().values()]
+            assert any(gradient.any() for gradient in result[name][1:])
         return result
 
     together = found(["one", "other"])

@@ -90,3 +90,28 @@ def test_an_update_with_given_settings_is_that_of_torch() -> None:
         assert taken
         assert found == pytest.approx(norm.item(), rel=1e-6)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("factor", [0.1, 10.0])
+def test_the_sensitivity_of_a_later_update_is_its_change_and_the_derivative_of_that(factor: float) -> None:
+    """Only the larger gradient is shortened."""
+    config, shift = TrainConfig(lr=0.5, weight_decay=0.0, max_grad_norm=1.0), 1e-2
+
+    def second(moved: float = 0.0) -> tuple[torch.Tensor, float, torch.Tensor, torch.Tensor]:
+        """Change by the second update, and what its sensitivity tells."""
+        weight = nn.Parameter(torch.linspace(-1, 1, 12).view(3, 4))
+        optimizer, gradient = Optimizer({"weight": weight}, config), weight.detach().clone()
+        weight.grad = gradient.flip(0) * 0.1
+        optimizer.update()
+        before, weight.grad = weight.detach().clone(), gradient * factor * (1 + moved)
+        clip, told = optimizer.sensitivity({weight: weight.grad})
+        optimizer.update()
+        return weight.detach() - before, clip, *told[weight]
+
+    change, clip, told, slope = second()
+    torch.testing.assert_close(told, change, rtol=1e-4, atol=1e-6)
+    assert (clip < 1) is (factor > 1)
+    if clip == 1:
+        difference = second(shift)[0] - second(-shift)[0]
+        gradient = torch.linspace(-1, 1, 12).view(3, 4) * factor
+        torch.testing.assert_close(slope * 2 * shift * gradient, difference, rtol=1e-3, atol=1e-5)
