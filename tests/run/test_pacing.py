@@ -1,7 +1,16 @@
-"""Checkpoints come early in time, and evaluations that cost more than training are told."""
+"""Checkpoints come early in time, evaluations that cost more than training are told, and engines are looked at."""
 
+import asyncio
+from typing import Any
+
+from shoal.config import parse
+from shoal.experience.buffer import Buffer
+from shoal.interfaces import EngineInfo
+from shoal.rehearsal.clock import run_virtual
 from shoal.run.checkpoints import EARLY_S, CheckpointDue
+from shoal.run.engine_watch import EngineWatch
 from shoal.run.loop import EvaluationCost
+from shoal.run.run_dir import run_meta
 
 
 class Clock:
@@ -67,3 +76,36 @@ def test_an_evaluation_that_takes_longer_than_training_is_told_once_with_what_to
     assert "set eval.questions to 10, or eval.every_steps above 80" in first
     assert later == ["", ""]
     assert cost(30.0, 90.0) == ["", "", ""]
+
+
+class Fed:
+    """An engine that is busier at each look; the gate is full at the first one, and has room later."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self.buffer, self.looks = buffer, 0
+
+    async def info(self) -> EngineInfo:
+        self.looks += 1
+        if self.looks == 1:
+            await self.buffer.admit("g0", "gcd")
+        self.buffer.gate.on_loaded(self.looks // 2)
+        return EngineInfo(0, "", 64, self.looks / 8, 0, 0, 0, 1, 0)
+
+
+def test_shares_of_a_step_are_means_over_its_looks() -> None:
+    config = parse({"tasks": [{"name": "gcd"}], "train": {"groups_per_step": 1}, "asynchrony": {"max_staleness": 0}})
+
+    async def main() -> list[tuple[float, float]]:
+        buffer, shares = Buffer.in_memory(run_meta(config), max_running=1), []
+        engine: Any = Fed(buffer)
+        watch = EngineWatch(engine, buffer, config.engine, poll_s=1.0)
+        looking = asyncio.create_task(watch.run())
+        for seconds in (3.5, 2.0):
+            await asyncio.sleep(seconds)
+            shares.append((watch.busy_share, watch.held_back_share))
+            watch.clear()
+        looking.cancel()
+        await buffer.close()
+        return shares
+
+    assert run_virtual(main()) == [(0.3125, 0.25), (0.6875, 0.0)]  # looks 1 to 4, and 5 and 6

@@ -16,11 +16,13 @@ from safetensors.numpy import save_file
 
 from shoal.config import parse
 from shoal.engine.pool.engine_pool import EnginePool
+from shoal.engine.server.http_client import EngineChild
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable
 from shoal.interfaces import EngineInfo
 from shoal.net.listening import free_port
 from shoal.observe.metrics import JsonlTracker, Trackers
-from shoal.run.engines import OnEvent, RunEngines, engines
+from shoal.rehearsal.clock import run_virtual
+from shoal.run.engines import START_TIMEOUT_S, OnEvent, RunEngines, engines
 from shoal.run.machine.devices import Devices, Threads
 from shoal.run.prepare import Prepared
 from shoal.types import Sampling
@@ -179,6 +181,41 @@ def test_an_engine_that_cannot_start_again_is_reported_and_ends_the_run() -> Non
     with pytest.raises(ChildDied, match="did not start; it ended 3 times within 60 s"):
         asyncio.run(keeper.keep_own("engine", asyncio.Event()))
     assert said == ["the engine process ended", "the engine process did not start"]
+
+
+class Silent(EngineChild):
+    """An engine process that never says that it serves."""
+
+    def __init__(self) -> None:
+        """Starts nothing."""
+        super().__init__("engine", "", (), None, {})
+
+    async def _start(self) -> None:
+        self._reader = asyncio.StreamReader()
+
+    def send(self, frame: bytes) -> int:
+        return 0
+
+    async def end(self) -> None:
+        pass
+
+
+class Waiting(RunEngines):
+    """Keeper of an engine that says nothing."""
+
+    def _child(self, name: str) -> EngineChild:
+        return Silent()
+
+
+def test_an_engine_that_never_serves_is_waited_for_five_minutes() -> None:
+    prepared: Any = SimpleNamespace()
+
+    async def waited_s() -> float:
+        with pytest.raises(ChildDied, match="the engine process was not ready in 300 s"):
+            await Waiting(prepared, EnginePool(), print).keep_own("engine", asyncio.Event())
+        return asyncio.get_running_loop().time()
+
+    assert START_TIMEOUT_S <= run_virtual(waited_s()) < START_TIMEOUT_S + 10
 
 
 def test_an_engine_that_ends_in_its_first_start_ends_the_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,6 +54,17 @@ def test_a_start_in_the_directory_of_a_run_that_goes_on_leaves_it_alone(tmp_path
             asyncio.run(train(prepared))  # as one that began in the same moment
         assert (tmp_path / "run" / "log.sqlite").is_file()
         assert (tmp_path / "run" / "resolved.toml").read_text() == "of the run that goes on"
+
+
+def test_what_a_data_set_leaves_out_is_an_event_of_the_run(tmp_path: Path) -> None:
+    tree: Any = {"tasks": [{"name": "gcd"}], "checkpoint": {"backup": "nosuch://host/run"}}
+    settings = parse({**tree, "run_dir": str(tmp_path / "run")})
+    prepared: Any = SimpleNamespace(config=settings, service=SimpleNamespace(notes=["1 of 2 rows is left out"]))
+    seen: list[Record] = []
+    with pytest.raises(RunDirError, match="nosuch"):  # before anything is started
+        asyncio.run(train(prepared, listeners=[seen.append]))
+    events = [(one["name"], one["reason"]) for one in seen if one["kind"] == "event"]
+    assert events == [("left_out", "1 of 2 rows is left out")]
 
 
 class LaterWeights:

@@ -1,8 +1,11 @@
 """What the small models are made of: their tokenizers, and the lessons of their careless teachers."""
 
+import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -12,8 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer
 from shoal.run.demo_model.architecture import CHARACTERS, Shape, character_tokenizer, pair_tokenizer, save, untrained
+from shoal.run.demo_model.tool_talks import talks
 from shoal.run.demo_model.warm_start import (
     LETTERS,
+    RARE,
     Lesson,
     Recipe,
     _fill_in_lessons,
@@ -22,6 +27,7 @@ from shoal.run.demo_model.warm_start import (
     demo_model,
     slip,
 )
+from shoal.types import Role
 
 
 def test_two_tokenizers_share_texts_and_no_ids() -> None:
@@ -89,3 +95,25 @@ def test_a_teacher_s_answers_end_with_the_turn_and_are_wrong_where_the_recipe_sa
         assert [i for i, token in enumerate(said) if token in renderer.stop_token_ids] == [len(said) - 1]
         assert len(said) > 1
     assert [said for _, said in right] != [said for _, said in wrong]
+
+
+def test_the_teacher_of_programs_shows_rare_expressions_as_rarely_as_the_recipe_says(renderer: ChatRenderer) -> None:
+    recipe = Recipe(steps=4, batch=64, pool=1000, slip_share=0.0)
+    rare = {tuple(renderer.token_ids(expression)) for expression in RARE}
+    never, always = (
+        [tuple(said[:-1]) in rare for _, said in _fill_in_lessons(replace(recipe, long_share=share), renderer)]
+        for share in (0.0, 1.0)
+    )
+    assert not any(never)
+    assert 0.25 < sum(always) / len(always) < 0.5  # three of eight
+
+
+def test_a_teacher_of_tools_who_never_slips_says_what_was_asked_or_observed_and_calls_what_is_offered() -> None:
+    for messages, tools, said in islice(talks(0, lambda rng, text: text), 200):
+        question = next(message.content for message in messages if message.role is Role.USER)
+        asked = [int(number) for number in re.findall(r"What is (\d) \+ (\d)\?", question)[0]]
+        observed = messages[-1].content.removeprefix("Observation:\n")
+        true = [[int(observed)]] if observed.isdigit() else [asked, [sum(asked)]]
+        assert [int(number) for number in re.findall(r"\d+", said)] in true
+        called = re.findall(r'<tool_call>\{"name": "(\w+)"', said)
+        assert {*called} <= {tool["function"]["name"] for tool in json.loads(tools or "[]")}

@@ -79,6 +79,10 @@ def test_engines_and_the_trainer_join_a_server_and_are_killed(
         (1, 0, [], r"engine.count: expected at least 1 without cluster.listen"),
         (2, 1, ["--cluster.listen=127.0.0.1:0"], "--model: expected one with cluster.listen, .* got 2"),
         (1, 1, ["--cluster.listen=127.0.0.1:0", "--cluster.trainer.hosts=2"], "cluster.trainer: expected one rank"),
+        (
+            *(1, 1, ["--cluster.listen=127.0.0.1:7", "--cluster.address=auto", '--cluster.engines.command=["vllm"]']),
+            "cluster.engines.command: expected none",
+        ),
     ],
 )
 def test_a_cluster_that_cannot_serve_is_refused(bases: int, engines: int, given: list[str], complaint: str) -> None:
