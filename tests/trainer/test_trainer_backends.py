@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_trainer_objective import row
 from torch import distributed
 
@@ -18,6 +18,7 @@ from shoal import wire
 from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError, ModelError
+from shoal.model.tensor_files import FILE, TensorFiles
 from shoal.net.listening import free_port
 from shoal.trainer.messages import StepStats, TokensFile
 from shoal.trainer.ranks import ALONE, Ranks, local
@@ -234,3 +235,11 @@ def test_a_backend_that_is_not_here_is_refused(tiny_model_dir: Path) -> None:
 def test_one_rank_checks_a_model_on_the_device_that_it_trains_on(tiny_model_dir: Path) -> None:
     with pytest.raises(ModelError, match="meta"):  # no logprob is computed there
         loaded(tiny_model_dir, ALONE, "meta")
+
+
+def test_a_model_that_is_filled_has_the_buffers_of_its_checkpoint(tmp_path: Path) -> None:
+    shape = {"num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    path = saved("Glm4Moe", tmp_path, first_k_dense_replace=1, **shape)
+    tensors, name = load_file(path / FILE), "model.layers.1.mlp.gate.e_score_correction_bias"
+    save_file({**tensors, name: torch.tensor([1.0, 2.0, 3.0, 4.0])}, path / FILE, {"format": "pt"})
+    assert loaded(path, ALONE, "cpu", files=TensorFiles(path)).get_buffer(name).tolist() == [1.0, 2.0, 3.0, 4.0]
