@@ -165,6 +165,25 @@ def test_an_environment_of_trl_s_kind_is_played_with_tools_until_the_model_calls
     assert asyncio.run(served.rollout(task, Scripted("no"))).reward == float(goal == 0)
 
 
+def test_tools_without_an_environment_earn_what_the_reward_functions_say() -> None:
+    def double(n: int) -> str:
+        """
+        Doubles a number.
+
+        Args:
+            n: The number.
+        """
+        return str(2 * n)
+
+    def outcome(function: Any) -> Any:
+        served = trl_environment("tools", ROWS, tools=[double], reward_funcs=[function])
+        return asyncio.run(served.rollout(served.draw(Split.TRAIN, 0), Scripted(call("double", n=2), "4")))
+
+    assert outcome(lambda completions, **columns: [float(completions[0])]).reward == 4.0
+    with pytest.raises(EnvironmentFailed, match="None"):
+        outcome(nothing_to_say)
+
+
 def test_a_tool_s_result_is_no_completion_of_the_model_where_the_conversation_is_cut() -> None:
     seen = []
 

@@ -107,6 +107,14 @@ def test_the_calculator_computes_nothing_but_arithmetic(text: str) -> None:
         value_of(text)
 
 
+def test_the_calculator_gives_values_of_800_bits_and_no_longer_ones() -> None:
+    assert value_of("6e240") == str(6 * 10**240)
+    assert value_of("1 / 6e240") == f"1/{6 * 10**240}"
+    for longer in ("7e240", "-7e240", "1 / 7e240"):
+        with pytest.raises(ValueError, match="digits"):
+            value_of(longer)
+
+
 @pytest.mark.parametrize(("outcome", "reward"), [("5", 1.0), ("6", 0.0), (0.25, 0.25), (None, None)])
 def test_an_answer_of_a_rollout_is_scored_by_the_task_and_a_reward_stays_as_it_is(outcome: Any, reward: Any) -> None:
     class Sums:

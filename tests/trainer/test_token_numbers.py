@@ -103,6 +103,13 @@ def test_a_step_that_computes_no_row_has_no_numbers(tmp_path: Path, tiny_model_d
     assert {number for numbers in found.values() for number in numbers} == {None}
 
 
+def test_a_file_that_names_fewer_groups_than_its_step_has_is_not_written(tmp_path: Path, tiny_model_dir: Path) -> None:
+    wish = TokensFiles(tmp_path, 1).wanted(1, ["g0"])
+    with pytest.raises(ValueError, match="longer"):
+        trainer(tiny_model_dir).step(groups(2), 0, tokens_file=wish)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
 def test_a_failed_rollout_is_passed_over_as_in_training(tmp_path: Path, tiny_model_dir: Path) -> None:
     (rows,) = groups(6, count=1)
     wish = TokensFiles(tmp_path, 1).wanted(1, ["g"])
