@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -105,6 +106,14 @@ def test_calls_of_the_calculator_are_answered_and_bad_ones_say_why() -> None:
 def test_the_calculator_computes_nothing_but_arithmetic(text: str) -> None:
     with pytest.raises(ValueError, match="expected"):
         value_of(text)
+
+
+def test_the_calculator_s_questions_have_as_many_numbers_above_0_as_asked() -> None:
+    game = service("calculator", terms=5, digits=2)
+    for index in range(20):
+        numbers = [int(one) for one in re.findall(r"\d+", game.draw(Split.TRAIN, index).messages[0].content)]
+        assert len(numbers) == 5
+        assert all(1 <= number <= 99 for number in numbers)
 
 
 def test_the_calculator_gives_values_of_800_bits_and_no_longer_ones() -> None:

@@ -123,6 +123,13 @@ def test_sharpening_and_a_new_skill_are_told_apart() -> None:
     assert worse.sentence("theirs").startswith("worse than theirs by at least ")
 
 
+def test_accuracies_are_means_over_the_questions() -> None:
+    found = compared(evaluated([1.0, 0.0, 0.0, 1.0, 1.0], [1.0] * 5), evaluated([0.0] * 4 + [1.0], [0.0] * 5))
+    assert found is not None
+    assert (found.overall.first, found.overall.second) == pytest.approx((0.6, 0.2))
+    assert (found.parts["greedy"].first, found.parts["greedy"].second) == (1.0, 0.0)
+
+
 def test_two_answers_to_two_questions_claim_nothing() -> None:
     few = compared(evaluated([0.0, 0.0], [0.0, 0.0]), evaluated([1.0, 1.0], [1.0, 1.0]))
     assert few is not None

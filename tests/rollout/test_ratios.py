@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from shoal.rollout.mixture_weights import Adjuster
+from shoal.rollout.mixture_weights import BOUNDS, ENOUGH, Adjuster
 from shoal.rollout.ratios import Quotas
 
 WEIGHTS = {"a": 3.0, "b": 1.0}
@@ -129,3 +129,17 @@ def test_shares_of_tokens_weigh_tasks_by_the_length_of_their_answers_and_keep_th
         shares.finished(name, informative=True, tokens=tokens)
     shares.adjust({})
     assert shares.weights == pytest.approx({"brief": 5.0, "wordy": 1.0})
+
+
+def test_a_task_for_which_the_others_waited_gets_fewer_groups_and_its_reason_says_so() -> None:
+    shares = Adjuster({"slow": 1.0, "quick": 1.0}, BOUNDS)
+    for _ in range(ENOUGH):
+        for name in shares.weights:
+            shares.finished(name, informative=True, tokens=10)
+            shares.looked(name, holding=name == "slow")
+    slow, quick = shares.adjust({"slow": 0.0, "quick": 0.0})
+    assert (slow.after, quick.after) == pytest.approx((5 / 6, 7 / 6))
+    assert (
+        slow.reason == "16 of 16 groups informative; the others waited for it although it ran as many at once as it may"
+    )
+    assert quick.reason == "16 of 16 groups informative"
