@@ -222,6 +222,7 @@ def test_bytes_that_are_no_rollout_are_reported(run_dir):
 def test_bytes_that_are_no_task_are_reported(run_dir):
     plant(run_dir, ("UPDATE groups SET task = ? WHERE finished_seq = 2", (b"\x01nonsense",)))
     assert offenders(run_dir, Check.READABLE) == ["g1"]
+    assert any("g1: task: " in sentence for sentence in audit(run_dir).sentences())
 
 
 def test_every_offence_is_counted_and_the_first_hundred_are_named(tmp_path):

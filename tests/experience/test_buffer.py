@@ -233,6 +233,7 @@ def test_the_log_itself_refuses_a_second_use_and_the_use_of_a_dropped_group(tmp_
         await train(buffer, 0, 0)
         await buffer.take(2, 1)
         await buffer.drop(["c"], "uninformative")
+        assert task_counts(tmp_path)["chain_sum"].dropped == {"uninformative": 1}, "it is durable"
         await buffer.close()
 
     asyncio.run(main())

@@ -3,16 +3,29 @@
 import asyncio
 import math
 from collections.abc import Set
+from dataclasses import replace
+from pathlib import Path
 from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.run.commands.bisect import Bisection, HeldOutScore, Metric, ReplayTrial, smallest, summed, without
+from chat_templates import renderer
+from shoal.experience.held_out import HeldOutAnswer, write_answers
+from shoal.run.commands.bisect import (
+    Bisection,
+    HeldOutScore,
+    Metric,
+    ReplayTrial,
+    held_out_score,
+    smallest,
+    summed,
+    without,
+)
 from shoal.run.commands.replay import Replay
 from shoal.run.policy import StepRows
-from shoal.types import Sample
+from shoal.types import Message, Reward, Role, Rollout, Sample, Task
 
 SCORE = HeldOutScore(Metric.REWARD, ((1, 2, 3), (1, 4), (5, 6)), (1, 1, 1), ("a", "a", "b"), (1.0, 0.0, 0.5))
 LOGPROBS = ((-1.0, -2.0), (-0.5,), (-4.0,))
@@ -75,3 +88,20 @@ def test_the_largest_step_is_tried_early_though_it_helps_to_first_order() -> Non
     weights = {step: (1.0 / step, 1.0) for step in range(1, 16)} | {7: (-1.0, 100.0)}
     assert asyncio.run(search.fewest(weights, "steps")) == [7]
     assert len(search.trials) == 3
+
+
+def test_the_rows_of_a_score_are_right_answers_after_their_questions_as_the_model_would_write_them(
+    tmp_path: Path,
+) -> None:
+    asked, task = Message(Role.USER, "What is 3 + 4?"), Task("q", "sums", (), "7")
+    answers = [
+        HeldOutAnswer.of(0, task, "sampled", n, Rollout("r", (asked, Message(Role.ASSISTANT, said)), (), Reward(value)))
+        for n, (said, value) in enumerate((("8", 0.0), ("7", 1.0), ("It is 7.", 1.0)))
+    ]
+    write_answers(tmp_path, 0, [replace(answer, asked=1) for answer in answers])
+    made = renderer("qwen3")
+    prompt = made.prompt_ids([asked])
+    score = held_out_score(tmp_path, Metric.HELDOUT, made)
+    assert score.rows == ((*prompt, *(made.completion_ids("7", prompt) or ())),)
+    assert (score.begins, score.rewards) == ((len(prompt),), (1.0,))
+    assert len(score.rows[0]) > len(prompt)

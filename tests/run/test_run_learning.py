@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,9 @@ def test_what_to_set_follows_from_the_answers_that_taught_nothing() -> None:
     rollouts = tuple(Rollout(f"r{i}", (), (turn,), Reward(0.0)) for i in range(2))
     cut.stepped([Group("g", Task("t", "s", ()), rollouts, 0)])
     assert "set rollout.max_tokens higher" in cut.warning
+    half = Learning(turn_returns, within_groups=True)
+    half.stepped([Group("g", Task("t", "s", ()), (rollouts[0], replace(rollouts[1], turns=())), 0)])
+    assert "max_tokens" not in half.warning, "a half is not most"
 
 
 def told_at(rewards: Sequence[float]) -> list[int]:

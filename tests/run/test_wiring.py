@@ -25,7 +25,7 @@ from shoal.observe.metrics import JsonlTracker, Trackers
 from shoal.run.checkpoints import Checkpoints
 from shoal.run.learning import STEPS as WARNED_STEPS
 from shoal.run.learning import UNINFORMATIVE, Learning
-from shoal.run.loop import RunParts, TrainLoop
+from shoal.run.loop import EvaluationCost, RunParts, TrainLoop
 from shoal.run.parts import orchestrator, own_scorer, playing
 from shoal.run.policy import Policy
 from shoal.run.prepare import Prepared
@@ -206,6 +206,24 @@ def test_refused_updates_and_steps_that_teach_nothing_are_events_of_their_step(t
     steps = [one["step"] for one in records if one["kind"] == "step"]
     assert steps == list(range(1, STEPS + 1))
     assert events == [*(("updates_refused", step) for step in steps), ("cannot_learn", STEPS)]
+
+
+class Evaluated(TrainLoop):
+    """Was evaluated for ten seconds before its first step, and trains in none."""
+
+    def __init__(self, policy: Policy, parts: RunParts, **more: Any) -> None:
+        super().__init__(policy, parts, **more)
+        now = iter([0.0, 10.0, 10.0, 10.0])
+        self.evaluations.cost = EvaluationCost(8, lambda: next(now), evaluation_s=10.0)
+
+
+def test_the_seconds_of_an_evaluation_before_the_first_step_are_not_those_of_training(tmp_path: Path) -> None:
+    ran(tmp_path, Evaluated)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    told = [one["reason"] for one in records if one.get("name") == "evaluation_costs"]
+    assert [reason.partition("; ")[0] for reason in told] == [
+        f"an evaluation takes 10 s, more than the 0 s of the {STEPS} steps between two"
+    ]
 
 
 def test_a_task_whose_reward_is_correct_is_worth_one_or_zero_and_the_others_keep_their_marks(tmp_path: Path) -> None:

@@ -73,6 +73,9 @@ def test_mbpp_and_apps_rows_become_tasks_with_unit_tests(tmp_path: Path, name: s
     set_up = one(tmp_path / name, {**MBPP, "test_setup_code": "x = 1"})
     assert json.loads(set_up.info)["tests"][1] == {"code": "x = 1\nassert add({1}, 2) is None"}
     assert json.loads(stdin.info)["tests"] == [{"stdin": "1 2\n", "stdout": "3\n"}]
+    listed = json.dumps({"inputs": [["1 2", 3]], "outputs": [[6]]})
+    lines = one(tmp_path / name, {**APPS, "input_output": listed})
+    assert json.loads(lines.info)["tests"] == [{"stdin": "1 2\n3", "stdout": "6"}]
     assert stdin.answer == "print(sum(map(int, input().split())))"
     assert [test["call"] for test in json.loads(call.info)["tests"]] == ["Solution.add"] * 2
     assert [test["returns"] for test in json.loads(call.info)["tests"]] == [3, 7]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.config import TaskConfig
 from shoal.errors import TaskError
-from shoal.tasks.holdout import halves_of
+from shoal.tasks.holdout import halves_of, split_of
 from shoal.tasks.jsonl import JsonlService
 from shoal.tasks.library import Library
 from shoal.types import Json, Message, Role, Split
@@ -167,6 +167,7 @@ def test_the_smallest_file_holds_out_a_question_and_trains_on_another(count: int
     halves = halves_of(questions, eval_share)
     assert set(halves) == set(Split)
     assert halves == halves_of(questions[::-1], eval_share)[::-1]
+    assert halves_of(questions[:1] * 2, eval_share) == [split_of(questions[0], eval_share)] * 2, "one text has one half"
 
 
 def test_numbers_are_answers_and_other_columns_reach_reward_functions(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """The two sides of drawing reasoning-gym questions, without a process between them."""
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import msgspec
@@ -28,3 +30,18 @@ def test_a_rewriting_that_is_no_expression_is_refused_before_the_other_process_i
     nobody: Any = None
     with pytest.raises(TaskError, match=r"rewrite\.0"):
         ReasoningGymService(TaskConfig(name="chain_sum", rewrite=[("(", "")]), 0, nobody)
+
+
+BOXED = """
+from shoal.tasks.procedural_worker import BOXED_BYTES, box
+box()
+bytearray(BOXED_BYTES // 2)
+try: bytearray(2 * BOXED_BYTES)
+except MemoryError: print("bounded")
+"""
+
+
+def test_a_boxed_process_may_add_a_gibibyte_and_not_two() -> None:
+    assert (
+        subprocess.run([sys.executable, "-c", BOXED], capture_output=True, text=True, check=True).stdout == "bounded\n"
+    )

@@ -28,7 +28,8 @@ from shoal.interfaces import Environment
 from shoal.net.joining import JOIN, NUMBER
 from shoal.net.listening import free_port
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
-from shoal.tasks.library import library_of, written
+from shoal.rehearsal.clock import run_virtual
+from shoal.tasks.library import Library, library_of, written
 from shoal.tasks.remote_environment import NO_PROCESS, RemoteEnvironment, Service, ServiceLate, TaskServer
 from shoal.tasks.remote_protocol import DrawJob, RolloutJob, ScoreJob, TaskRole
 from shoal.tasks.remote_worker import RemoteWorker
@@ -482,3 +483,46 @@ def test_a_worker_without_the_token_or_with_another_name_ends_with_a_sentence() 
 def test_nothing_listens_beyond_loopback_without_a_token() -> None:
     with pytest.raises(ConfigError, match="token"):
         TaskServer(["fast"], host="0.0.0.0")
+
+
+class Losing:
+    """A task server whose worker is lost so often before it draws; or one that nobody joins."""
+
+    url = "http://127.0.0.1:1"
+    done, wait = staticmethod(asyncio.ensure_future), staticmethod(run_virtual)
+
+    def __init__(self, losses: int = 0, *, retry: bool = True) -> None:
+        self.services, self.calls, self.losses, self.retry = {"fast": Service()}, 0, losses, retry
+
+    async def call(self, name: str, job: object, kind: object, timeout_s: float) -> Task:
+        self.calls += 1
+        if self.calls <= self.losses:
+            raise EnvironmentFailed("the process that had the job is gone", retry=self.retry)
+        return ASKED
+
+
+@pytest.mark.parametrize(("losses", "retry", "calls"), [(0, True, 1), (3, True, 4), (9, True, 4), (1, False, 1)])
+def test_a_draw_is_had_from_another_worker_three_times_when_one_is_lost_and_not_when_it_fails(
+    losses: int, retry: bool, calls: int
+) -> None:
+    server: Any = Losing(losses, retry=retry)
+    server.services["fast"].served.set()
+    if losses < calls:
+        assert run_virtual(RemoteEnvironment("fast", server).drawn(Split.TRAIN, 0)).messages == ASKED.messages
+    else:
+        with pytest.raises(EnvironmentFailed, match="is gone"):
+            run_virtual(RemoteEnvironment("fast", server).drawn(Split.TRAIN, 0))
+    assert server.calls == calls
+
+
+class Unserved(Library):
+    """A library whose task server nobody joins."""
+
+    def __init__(self) -> None:
+        server: Any = Losing()
+        self.task_server = server
+
+
+def test_a_library_waits_ten_minutes_for_the_first_worker_of_a_task_and_says_how_to_start_one() -> None:
+    with pytest.raises(TaskError, match="none registered within 600 s; start one with: shoal task serve MODULE:TASK"):
+        Unserved()._made(TaskConfig(name="fast", service="remote"), 0)
