@@ -147,6 +147,17 @@ def test_a_file_is_bounded_in_size_and_no_step_is_split(run_dir: Path) -> None:
     assert filled.name == "steps-0-1.parquet"
 
 
+@pytest.mark.parametrize(
+    "of", ["consumed WHERE step = 3", "groups WHERE finished_seq = 3", "started WHERE group_id = ''"]
+)
+def test_what_a_step_needs_of_an_archive_is_found_without_reading_all_steps(run_dir: Path, of: str) -> None:
+    asyncio.run(archived(run_dir, 8))
+    with snapshot(run_dir) as connection:
+        plan = [detail for *_, detail in connection.execute(f"EXPLAIN QUERY PLAN SELECT * FROM {of}")]
+    assert plan
+    assert not [detail for detail in plan if "SCAN" in detail]
+
+
 def test_a_resumed_run_counts_and_replays_what_was_archived(run_dir: Path) -> None:
     async def recovered() -> tuple[object, ...]:
         buffer = open_buffer(run_dir, META, resume=True)

@@ -301,6 +301,16 @@ def test_a_resumed_run_offers_what_waited_and_ends_what_was_in_flight(tmp_path):
     assert counts.dropped == {"interrupted": 1}
 
 
+async def test_groups_handed_to_a_loop_of_the_users_own_are_used_and_their_answers_forgotten(tmp_path):
+    buffer = open_buffer(tmp_path)
+    for group_id in "abc":
+        await run_group(buffer, group_id)
+    await buffer.hand_out([one.id for one in await buffer.take(2, 0)], 0)
+    assert await buffer.steps_after() == [StepRecord(0, 0, 0)]
+    assert rows(tmp_path, "SELECT DISTINCT finished_seq FROM rollouts") == [(3,)], "only of what still waits"
+    await buffer.close()
+
+
 async def test_replayed_groups_equal_those_that_were_trained(tmp_path):
     buffer = open_buffer(tmp_path)
     for group_id in "ab":
@@ -316,6 +326,9 @@ async def test_a_replay_that_gives_other_weights_is_noticed(tmp_path):
     assert await buffer.record_version(1, "aa")
     assert await buffer.record_version(1, "aa")
     assert not await buffer.record_version(1, "bb")
+    assert await buffer.record_weights(3, "aa")
+    assert not await buffer.record_weights(3, "bb")
+    assert await buffer.record_weights(4, "bb")
     await buffer.close()
 
 
