@@ -133,6 +133,8 @@ class Copied(TrainLoop):
 
 async def draw_groups(buffer: Buffer) -> None:
     """Groups whose first token is of the version before, and whose rewards differ; for ever."""
+    known: Any = SimpleNamespace(memory=0, answered=lambda group: None, counts=lambda: {"hard": 3})
+    buffer.follow("chain_sum", known)
     number = 0
     while True:
         version = await buffer.admit(f"g{number}", "chain_sum")
@@ -158,6 +160,10 @@ class Useless(TrainLoop):
         super().__init__(policy, parts, **more)
         before = WARNED_STEPS - STEPS
         self.learning = Learning(lambda rollout: [0.0], within_groups=True, steps=before, useless=before)
+        fallen: Any = SimpleNamespace(
+            stepped=lambda reward: f"fell to {reward:g}" if len(self.totals.rewards) == 2 else ""
+        )
+        self._collapse = fallen
 
 
 def ran(
@@ -199,13 +205,16 @@ def test_the_trainer_hears_with_each_step_of_the_version_and_of_the_steps_since_
     assert ran(tmp_path).moments == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0)]
 
 
-def test_refused_updates_and_steps_that_teach_nothing_are_events_of_their_step(tmp_path: Path) -> None:
+def test_refused_updates_a_fallen_reward_and_steps_that_teach_nothing_are_events_of_their_step(tmp_path: Path) -> None:
     ran(tmp_path, Useless, Refusing())
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     events = [(one["name"], one["step"]) for one in records if one["kind"] == "event"]
     steps = [one["step"] for one in records if one["kind"] == "step"]
     assert steps == list(range(1, STEPS + 1))
-    assert events == [*(("updates_refused", step) for step in steps), ("cannot_learn", STEPS)]
+    refused = [("updates_refused", step) for step in steps]
+    assert events == [*refused[:2], ("reward_collapsed", 2), *refused[2:], ("cannot_learn", STEPS)]
+    assert [one["reason"] for one in records if one.get("name") == "reward_collapsed"] == ["fell to 0.5"]
+    assert [one["questions/hard"] for one in records if one["kind"] == "step"] == [3] * STEPS
 
 
 class Evaluated(TrainLoop):
