@@ -16,6 +16,7 @@ from shoal.observe.view.cost import Prices, cost
 from shoal.observe.view.reading import MOST_EVALUATIONS, Questions, answers, questions, spaced
 from shoal.observe.view.waits import bottleneck, other_waits, timeline
 from shoal.types import Group, Message, Role, Task
+from until import until
 from view_pages import DRAWN, found, made, seen, viewing
 from view_run import MadeRun, rollout
 
@@ -25,9 +26,17 @@ NAMELESS = """[...document.querySelectorAll('main :is(input, select):not([type=h
 
 
 async def read(run_dir: Path, path: str) -> str:
-    """A page as it comes over HTTP."""
-    async with viewing(run_dir) as url, aiohttp.ClientSession() as http, http.get(url + path) as answer:
-        return await answer.text()
+    """A page as it comes over HTTP, once the log was read."""
+    async with viewing(run_dir) as url, aiohttp.ClientSession() as http:
+
+        async def shown() -> bool:
+            async with http.get(url + path) as answer:
+                page.append(await answer.text())
+            return "was not read yet" not in page[-1]
+
+        page = list[str]()
+        await until(shown)
+        return page[-1]
 
 
 async def assert_readable(page: Page, url: str, width: int, views: tuple[str, ...]) -> None:
