@@ -21,6 +21,7 @@ from joining import TOKEN, joining
 from shoal.errors import RunDirError
 from shoal.experience import checkpoint
 from shoal.experience.audit import audit
+from shoal.experience.held_out import answers_file, write_answers
 from shoal.net.identity import Identity
 from shoal.net.listening import free_port
 from shoal.run.backup import BackupPlace, back_up, check_backup, copy_run, manifest_of, restore
@@ -292,6 +293,10 @@ def test_a_run_that_archives_and_replaces_checkpoints_while_it_is_staged_is_copi
 def test_contents_and_modes_come_back_from_any_place_and_nothing_is_copied_twice(tmp_path: Path, target: str) -> None:
     run = LiveRun(tmp_path / "run")
     run.go_on()
+    peer, answers = Identity.load(run.run_dir / "swarm" / "identity.pem"), answers_file(run.run_dir, 0)
+    write_answers(run.run_dir, 0, [])
+    for name in ("session", "banned.txt", "known.txt"):
+        (run.run_dir / "swarm" / name).write_text(name)
     back_up(run.run_dir, target)
     first = BackupPlace(target).names("objects")
     back_up(run.run_dir, target)
@@ -300,6 +305,11 @@ def test_contents_and_modes_come_back_from_any_place_and_nothing_is_copied_twice
     assert stat.S_IMODE((tmp_path / "restored" / "run.token").stat().st_mode) == 0o600
     assert stat.S_IMODE((tmp_path / "restored" / "run.key").stat().st_mode) == 0o600
     assert audit(tmp_path / "restored").steps == 2
+    assert answers_file(tmp_path / "restored", 0).read_bytes() == answers.read_bytes()
+    swarm = tmp_path / "restored" / "swarm"
+    assert Identity.load(swarm / "identity.pem").peer_id == peer.peer_id
+    assert stat.S_IMODE((swarm / "identity.pem").stat().st_mode) == 0o600
+    assert all((swarm / name).read_text() == name for name in ("session", "banned.txt", "known.txt"))
     with pytest.raises(RunDirError, match="expected a new folder"):
         restore(target, tmp_path / "restored")
 

@@ -25,14 +25,15 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import RunDirError
-from shoal.experience import archive, checkpoint
+from shoal.experience import archive, checkpoint, held_out
 from shoal.files import checksum, has_checksum, replaced
 from shoal.net.identity import Identity
 from shoal.observe.metrics import Trackers
 
 LOG = "log.sqlite"
 KEY_FILE = "run.key"
-PLAIN_FILES = (KEY_FILE, "run.token", "resolved.toml", "credentials.json", "metrics.jsonl")
+SWARM_FILES = tuple(f"swarm/{name}" for name in ("identity.pem", "session", "banned.txt", "known.txt"))
+PLAIN_FILES = (KEY_FILE, "run.token", *SWARM_FILES, "resolved.toml", "credentials.json", "metrics.jsonl")
 """Files that are copied as they are. The metrics come before the log, so that they never have more steps than it."""
 MANIFEST, OBJECTS = "backup.json", "objects"
 MOST_MANIFEST_BYTES = 64_000_000
@@ -233,9 +234,12 @@ def _stage(run_dir: Path, stage: Path) -> None:
     for _ in range(STAGES):
         shutil.rmtree(stage, ignore_errors=True)
         stage.mkdir(mode=0o700)
+        (stage / "swarm").mkdir()
         for name in PLAIN_FILES:
             with suppress(FileNotFoundError):
                 shutil.copy2(run_dir / name, stage / name)
+        for answers in held_out.answer_files(run_dir):
+            _link(answers, stage / answers.relative_to(run_dir))
         for saved in checkpoint.checkpoints(run_dir):
             _link_checkpoint(saved.path, stage / saved.path.relative_to(run_dir))
         with closing(sqlite3.connect(run_dir / LOG)) as log, closing(sqlite3.connect(stage / LOG)) as copy:
