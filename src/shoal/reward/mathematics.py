@@ -13,7 +13,7 @@ from itertools import product
 from shoal.model.answer import boxed, stated
 from shoal.types import UNREAD
 
-_SYMBOL = re.compile(r"[^\W\d_]+(?:\^\{?[23]\}?|[23²³])?|[$€£°]")
+_SYMBOL = re.compile(r"[^\W\d_]+(?:\^\{?[23]\}?|[23²³])?|[$€£°%‰]")
 _POWER = re.compile(r"(.*?)(?:\^?\{?([23²³])\}?)?", re.DOTALL)
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _SILENT = (
@@ -42,6 +42,7 @@ _NAMES = {
     "$": "dollar usd buck",
     "€": "euro eur",
     "°": "degree circ",
+    "%": "percent percentage pct",
 }
 _COMPOUNDS = {"mph": "mi h", "kmh": "km h", "kph": "km h", "kmph": "km h", "sq": "square", "cu": "cubic"}
 _COMPOUNDS |= {"mps": "m s", "squared": "square", "cubed": "cubic"}
@@ -59,8 +60,9 @@ def unit_of(text: str) -> tuple[int, frozenset[str]]:
     (True, True)
     """
     scale, words = 1, []
-    for symbol in _SYMBOL.findall(text.replace("p.m.", "pm").replace("a.m.", "am").replace("\\$", "$")):
-        word, power = _POWER.fullmatch(symbol.casefold()).groups()  # type: ignore[union-attr]  # it matches any text
+    text = text.casefold().replace("p.m.", "pm").replace("a.m.", "am").replace("per cent", "percent")
+    for symbol in _SYMBOL.findall(text.replace("\\$", "$")):
+        word, power = _POWER.fullmatch(symbol).groups()  # type: ignore[union-attr]  # it matches any text
         words += [_POWERS[power]] if power else []
         singular = word[:-1] if len(word) > 3 and word.endswith("s") else word
         if singular in _SCALES:
@@ -124,6 +126,8 @@ _WORDS = re.compile(
 )
 _MARKS = re.compile(r"(?<!\\)\$")
 _FORMULA = re.compile(r"\$[^$]++\$|\\\([^()]++\\\)")
+_BASE = re.compile(r"(?<![\w^])(?<!\^\{)\d[\dA-F]*+[)}]?_\{?\(?(\d++)")
+"""The base of a number such as 101_2."""
 _DENOMINATOR = re.compile(r"\\frac(\d)(\d)")
 
 
@@ -145,7 +149,8 @@ def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float,
         scale, wanted = unit_of(_tail(expected))
         if not agree(unit, wanted):
             return 0.0, "another unit"
-        pairs = product(_readings(given, one), _readings(expected, other * scale))
+        other *= scale
+        pairs = [(one, other)] if unit & wanted & {"%"} else product(_readings(one, unit), _readings(other, wanted))
         share = Fraction(max(tolerance, 0.0))
         return float(any(abs(a - b) <= share * abs(b) for a, b in pairs)), "exact"
     if shown(given).casefold() == shown(expected).casefold():
@@ -156,6 +161,9 @@ def mathematics(answer: str, truth: str, tolerance: float = 0.0) -> tuple[float,
         return 0.0, f"{UNREAD}words where mathematics is expected"
     if len(given) > max(MOST_SYMBOLIC, 2 * len(expected)):
         return 0.0, f"{UNREAD}longer than {MOST_SYMBOLIC} characters of mathematics"
+    bases, wanted_bases = (set(_BASE.findall(_TEXT.sub(r"\1", text))) for text in (given, expected))
+    if bases and not (wanted_bases and wanted_bases <= bases):
+        return 0.0, "another base"  # math-verify ignores bases
     return _verify(given, expected, tolerance)
 
 
@@ -179,6 +187,8 @@ def _number_in(text: str, *, sentence: bool) -> tuple[Fraction, frozenset[str]] 
     if not sentence or (value := last_number(text)) is None:
         return None
     *_, last = _LAST_NUMBER.finditer(text)
+    if text[: last.start()].endswith(("_", "_{", "_(", "_{(")):
+        return None  # a base or an index
     scale, unit = unit_of(text[max(last.start() - 2, 0) : last.start()] + " " + _CLAUSE.split(text[last.end() :])[0])
     return value * scale, unit
 
@@ -254,9 +264,9 @@ def last_number(text: str) -> Fraction | None:
         return None
 
 
-def _readings(text: str, value: Fraction) -> list[Fraction]:
-    """The possible values of a number: a percentage is its number or its hundredth."""
-    return [value, value / 100] if "%" in text else [value]
+def _readings(value: Fraction, unit: frozenset[str]) -> list[Fraction]:
+    """The possible values of a number next to one without percent: a percentage is its number or its hundredth."""
+    return [value, value / 100] if "%" in unit else [value]
 
 
 def _bare(text: str) -> str:
