@@ -69,6 +69,35 @@ def test_a_green_test_that_turned_red_takes_the_reward(
     assert (broken.reward, broken.turned_red) == (0.0, (GREEN,))
 
 
+def test_a_green_test_that_the_agent_makes_skip_takes_the_reward_and_one_marked_xfail_does_not(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
+) -> None:
+    content = (
+        "import pytest\nfrom sums import add\ndef test_a():\n    assert add(1, 2) == 3\n"
+        "def test_b():\n    assert add(0, 0) == 0\n@pytest.mark.xfail\ndef test_c():\n    assert add(1, 2) == 4\n"
+    )
+    red, *green = (f"hidden/test_more.py::test_{letter}" for letter in "abc")
+    more = msgspec.structs.replace(
+        hidden,
+        command=("python", "-m", "pytest", "hidden/test_more.py"),
+        files={"hidden/test_more.py": content},
+        red=(red,),
+        green=tuple(green),
+    )
+    assert verdict(tree, more, packages, MENDED).reward == 1.0
+    skipping = (
+        "import unittest\ndef add(a, b):\n    if a == 0:\n        raise unittest.SkipTest('')\n    return a + b\n"
+    )
+    skipped = verdict(tree, more, packages, f"cat > sums.py <<'EOF'\n{skipping}EOF")
+    assert (skipped.reward, skipped.turned_green, skipped.turned_red) == (0.0, (red,), (green[0],))
+
+
+def test_an_expected_failure_is_no_success_of_unittest() -> None:
+    output = "test_a (sums.Sums.test_a) ... expected failure\ntest_b (sums.Sums.test_b) ... ok\n"
+    found = results(ReportKind.UNITTEST, b"", output, 0)
+    assert found == {"sums.Sums.test_a": TestStatus.XFAILED, "sums.Sums.test_b": TestStatus.PASSED}
+
+
 def test_each_red_test_counts_for_its_share(tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]) -> None:
     content = (
         "from sums import add\ndef test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    assert add(1, 2) == 4\n"

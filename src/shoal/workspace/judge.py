@@ -46,7 +46,7 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     red: tuple[str, ...] = ()
     """Tests that fail in the tree and should pass. Empty: all tests of the report."""
     green: tuple[str, ...] = ()
-    """Tests that pass in the tree and must still pass."""
+    """Tests that pass in the tree, or fail as expected, and must still do so; a skip is not enough."""
     restored: tuple[str, ...] = ()
     """Paths of the tree's own tests, in addition to `STEERING`: the agent's changes there count for nothing."""
     all_or_nothing: bool = False
@@ -71,7 +71,7 @@ class Verdict:
     """Result of hidden tests on a workspace."""
 
     reward: float
-    """Share of the red tests that turned green; 0 when a green one turned red, and where all or nothing counts."""
+    """Share of the red tests that turned green; 0 when a green one did not stay so, and where all or nothing counts."""
     tests: Mapping[str, TestStatus]
     """Every test of the report."""
     turned_green: tuple[str, ...]
@@ -121,9 +121,9 @@ def _verdict(
     tests: HiddenTests, found: Mapping[str, TestStatus], finished: Finished, output: str, *, is_forged: bool
 ) -> Verdict:
     red = tests.red or tuple(name for name in found if name not in tests.green)
-    passed = {name for name, status in found.items() if status is not TestStatus.FAILED}
+    kept = (TestStatus.PASSED, TestStatus.XFAILED)
     turned_green = tuple(name for name in red if found.get(name) is TestStatus.PASSED)
-    turned_red = tuple(name for name in tests.green if name not in passed)
+    turned_red = tuple(name for name in tests.green if found.get(name) not in kept)
     reward = len(turned_green) / len(red) if red and not turned_red and not is_forged else 0.0
     still_red = tuple(name for name in red if name not in turned_green)
     if tests.all_or_nothing and still_red:

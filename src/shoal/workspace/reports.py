@@ -37,6 +37,8 @@ class TestStatus(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     SKIPPED = "skipped"
+    XFAILED = "xfailed"
+    """Expected to fail, and did: a `green` test may, a `red` one may not."""
 
 
 def results(kind: ReportKind, report: bytes, output: str, exit_code: int | None) -> Mapping[str, TestStatus]:
@@ -55,7 +57,9 @@ def results(kind: ReportKind, report: bytes, output: str, exit_code: int | None)
 def _of_unittest(found: re.Match[str]) -> tuple[str, TestStatus]:
     """Name and result in a line; newer Pythons repeat the method's name in the parentheses."""
     name = f"{found[2].removesuffix(f'.{found[1]}')}.{found[1]}"
-    return name, _status(passed=found[3] in ("ok", "expected failure"), skipped=found[3] == "skipped")
+    if found[3] == "expected failure":
+        return name, TestStatus.XFAILED
+    return name, _status(passed=found[3] == "ok", skipped=found[3] == "skipped")
 
 
 def _of_tap(number: int, found: re.Match[str]) -> tuple[str, TestStatus]:
@@ -81,7 +85,10 @@ def _of_junit(report: bytes) -> Mapping[str, TestStatus]:
         inner = owner.removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".").replace(".", "::")
         test = "::".join(filter(None, (file or owner, inner if file else "", name)))
         failed = case.find("failure") is not None or case.find("error") is not None
-        status = _status(passed=not failed, skipped=case.find("skipped") is not None and not failed)
+        skipped = None if failed else case.find("skipped")
+        status = _status(passed=not failed, skipped=skipped is not None)
+        if skipped is not None and skipped.get("type") == "pytest.xfail":
+            status = TestStatus.XFAILED
         if found.get(test) is not TestStatus.FAILED:  # a test and the error of its tear-down are two cases
             found[test] = status
     return found
