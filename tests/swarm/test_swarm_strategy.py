@@ -56,7 +56,8 @@ def test_a_budget_is_kept_on_average() -> None:
     assert shared * 100 >= 50 * 950
 
 
-async def test_the_size_of_an_own_group_is_that_of_its_answers() -> None:
+async def test_the_size_of_an_own_group_is_that_of_its_offer() -> None:
+    """Bytes, not characters, and all messages of a conversation, not its last one."""
     seen = list[Own]()
 
     def share(own: Own, now_s: float) -> bool:
@@ -64,10 +65,11 @@ async def test_the_size_of_an_own_group_is_that_of_its_answers() -> None:
         return True
 
     asked = (Message(Role.SYSTEM, "Only the number."), Message(Role.USER, "3 + 4?"))
-    answers = zip(("seven", "no"), (1.0, 0.0), strict=True)
-    rollouts = [Rollout("r", (*asked, Message(Role.ASSISTANT, text)), (), Reward(value)) for text, value in answers]
-    Outbox(OwnTasks([]), share, "m").put(Group("g", Task("t", "sums", asked, "7"), tuple(rollouts), 0), 0.0)
-    assert seen == [Own("sums", (1.0, 0.0), len("seven") + len("no"))]
+    said = (Message(Role.ASSISTANT, "ż" * 500), Message(Role.USER, "Sure?"), Message(Role.ASSISTANT, "no"))
+    rollouts = (Rollout("r", (*asked, *said[:1]), (), Reward(1.0)), Rollout("s", (*asked, *said), (), Reward(0.0)))
+    group = Group("g", Task("t", "sums", asked, "7"), rollouts, 0)
+    Outbox(OwnTasks([]), share, "m").put(group, 0.0)
+    assert 2 * 2 * 500 < seen[0].size_bytes < 2 * 2 * 500 + 500
 
 
 groups = st.lists(

@@ -256,7 +256,7 @@ def value_of(expression: str) -> str:
         raise ValueError("expected an expression of numbers, + - * / and parentheses") from None
     except ZeroDivisionError:
         raise ValueError("division by zero") from None
-    if max(abs(value.numerator), value.denominator).bit_length() > 4 * MOST_DIGITS:
+    if max(abs(value.numerator), value.denominator) >= 10**MOST_DIGITS:
         raise ValueError(f"more than {MOST_DIGITS} digits")
     return str(value)
 

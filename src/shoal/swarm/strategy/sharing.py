@@ -5,8 +5,9 @@ import asyncio
 from shoal.errors import TaskError, WireError
 from shoal.swarm.strategy.choice import Own, Sharer
 from shoal.swarm.trust.ingress import Recogniser
-from shoal.swarm.wire.offer import Offer, offer_of
+from shoal.swarm.wire.offer import Offer, offer_of, offered
 from shoal.types import Group
+from shoal.wire import encode
 
 OUTBOX = 64
 
@@ -21,7 +22,9 @@ class Outbox:
     def put(self, group: Group, made_s: float) -> int:
         """Queues a group if the strategy shares it; returns the number of groups that made room."""
         rewards = tuple(rollout.reward.value for rollout in group.finished)
-        size = sum(len(rollout.messages[-1].content) for rollout in group.finished)
+        question = group.task.messages
+        answers = [offered(rollout, len(question)) for rollout in group.finished]
+        size = len(encode((question[-1:], answers)))
         if not self._sharer(Own(group.task.service, rewards, size), asyncio.get_running_loop().time()):
             return 0
         dropped = int(self._queue.full())
