@@ -219,6 +219,16 @@ def test_bytes_that_are_no_rollout_are_reported(run_dir):
     assert offenders(run_dir, Check.READABLE) == ["g1/1"]
 
 
+@pytest.mark.parametrize("positions", [(0,), (1,), (1, 2), (0, 2)])
+def test_rollouts_that_vanished_before_others_of_their_group_are_reported(run_dir, positions):
+    gone = ", ".join(map(str, positions))
+    plant(run_dir, "INSERT INTO rollouts SELECT finished_seq, position + 2, body FROM rollouts WHERE finished_seq = 8")
+    plant(run_dir, f"DELETE FROM rollouts WHERE finished_seq = 8 AND position IN ({gone})")
+    assert offenders(run_dir, Check.READABLE) == [f"g6/{positions[0]}"]
+    plant(run_dir, "UPDATE rollouts SET body = x'01' WHERE finished_seq = 8 AND position = 3")
+    assert "g6/3" in offenders(run_dir, Check.READABLE), "the others keep their names"
+
+
 def test_bytes_that_are_no_task_are_reported(run_dir):
     plant(run_dir, ("UPDATE groups SET task = ? WHERE finished_seq = 2", (b"\x01nonsense",)))
     assert offenders(run_dir, Check.READABLE) == ["g1"]

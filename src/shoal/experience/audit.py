@@ -180,7 +180,10 @@ def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[in
 def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]) -> _Seen:
     """Checks a group's bytes; returns the values that the check of the order needs."""
     rollouts: list[RawRollout] = []
-    for position, body in enumerate(group.bodies):
+    lost = next((expected for expected, position in enumerate(group.positions) if position != expected), None)
+    if lost is not None:
+        report.found(Check.READABLE, f"{group.id}/{lost}", "is missing")
+    for position, body in zip(group.positions, group.bodies, strict=True):
         try:
             rollouts.append(decode_rollout(body))
         except WireError as error:

@@ -86,6 +86,8 @@ class RawGroup:
     """As in `schema.ConsumedGroup`, like `trained_from`."""
     bodies: tuple[bytes, ...]
     """Wire bytes of the rollouts."""
+    positions: tuple[int, ...] = ()
+    """Positions of the rollouts in their group, if they were read."""
 
 
 def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
@@ -96,9 +98,10 @@ def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
         "LEFT JOIN ended USING (group_id) LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) "
         "ORDER BY finished_seq"
     )
-    bodies = "SELECT body FROM rollouts WHERE finished_seq = ? ORDER BY position"
+    query = "SELECT position, body FROM rollouts WHERE finished_seq = ? ORDER BY position"
     for row in rows:
-        yield RawGroup(*(*row, tuple(body for (body,) in connection.execute(bodies, (row[0],)))))
+        bodies = dict(connection.execute(query, (row[0],)))
+        yield RawGroup(*row, tuple(bodies.values()), tuple(bodies))
 
 
 def decode_rollout(body: bytes) -> RawRollout:
