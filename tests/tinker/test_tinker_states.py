@@ -2,18 +2,23 @@
 
 import asyncio
 import json
+import sqlite3
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+import httpx
+import pytest
+
 from fuzz_tinker import floats, gradients, proto
 from shoal import wire
+from shoal.tinker.app import TinkerApp
 from shoal.tinker.bodies import encoded
 from shoal.tinker.models_trainer import ServerSettings
 from shoal.tinker.service import TinkerService
-from shoal.tinker.store import Store
+from shoal.tinker.store import SavedWeights, Store, owner_of
 from shoal.trainer.messages import Adapter, request_from
 from shoal.trainer.models import TrainedModels
 from shoal.trainer.ranks import ALONE
@@ -88,3 +93,63 @@ async def test_a_step_waits_for_one_request_of_another_model_however_many_that_o
                 service.submit(f"{model}/{number}", model, "optim_step", ADAM)
         await until(partial(nothing_pending, service.store), WAIT_S)
     assert steps == ["many", "one", *["many"] * 5]
+
+
+def pragma(store: Store, name: str, value: str = "") -> int:
+    return int(store._db.execute(f"PRAGMA {name}{value}").fetchone()[0])
+
+
+def test_what_a_client_is_told_survives_the_loss_of_power(tmp_path: Path) -> None:
+    store = Store(tmp_path / "server.sqlite")
+    assert pragma(store, "synchronous") == 2  # FULL: a commit is on the disk before it returns
+    store.close()
+
+
+async def test_a_full_disk_ends_requests_and_no_server(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0)
+    async with TinkerService(settings, trainers=trainers) as service:
+        store = service.store
+        store.add_session("s", owner_of("key"))
+        store.add_model("m", "s", "tiny", encoded(Adapter(2)), "", False)
+        service.submit("m/0", "m", "create", b"")
+        await until(partial(nothing_pending, store), WAIT_S)
+        service.submit("m/1", "m", "optim_step", ADAM)
+        store._db.execute("PRAGMA query_only = ON")  # no write succeeds, as on a full disk
+        http = httpx.ASGITransport(TinkerApp(service, ("key",)).app)
+        async with httpx.AsyncClient(transport=http, headers={"X-API-Key": "key"}) as client:
+            refused = await client.post("http://here/api/v1/create_session", json={"type": "create_session"})
+        assert refused.status_code == 507
+        assert "free space" in refused.text
+        await until(lambda: "OperationalError" in capsys.readouterr().err, WAIT_S)
+        assert not nothing_pending(store)
+        store._db.execute("PRAGMA query_only = OFF")
+        await until(partial(nothing_pending, store), WAIT_S)
+        service.submit("m/2", "m", "optim_step", ADAM)
+        await until(partial(nothing_pending, store), WAIT_S)
+        found = [one.state for n in range(3) if (one := store.request(f"m/{n}")) is not None]
+    assert found == ["done", "failed", "done"]
+
+
+async def test_a_checkpoint_whose_time_is_over_makes_room_on_a_full_disk(tiny_model_dir: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    async with TinkerService(
+        ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0), trainers=trainers
+    ) as service:
+        service.store.add_checkpoint(SavedWeights("tinker://m/weights/a", "m", "training", str(saved), 0, 1, 0, 1))
+        service.store._db.execute("PRAGMA query_only = ON")
+        await until(lambda: not saved.exists(), WAIT_S)
+        service.store._db.execute("PRAGMA query_only = OFF")
+
+
+def test_a_transaction_that_finds_no_room_leaves_the_store_usable(tmp_path: Path) -> None:
+    store = Store(tmp_path / "server.sqlite")
+    pragma(store, "max_page_count", f"={pragma(store, 'page_count')}")
+    with pytest.raises(sqlite3.OperationalError, match="full"), store.together():
+        store.add_request("m/1", "m", "forward_backward", bytes(1 << 20))
+    with store.together():
+        store.add_session("s", "owner")
+    assert store.request("m/1") is None
+    store.close()

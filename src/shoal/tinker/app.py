@@ -7,6 +7,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from http import HTTPStatus
+from sqlite3 import OperationalError
 from typing import TypeVar
 
 import msgspec
@@ -20,7 +21,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from shoal.errors import WireError
 from shoal.net.server import HANDLERS, Refused, body, decoded, json
 from shoal.tinker import requests as r
-from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, page
+from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, no_room, page
 from shoal.tinker.data import MOST_ROWS
 from shoal.tinker.sampling import checked
 from shoal.tinker.service import TinkerService, new_id
@@ -85,7 +86,9 @@ class TinkerApp:
             self._route(checkpoint, self._delete, "DELETE"),
             Route("/api/v1/healthz", lambda _: json({"status": "ok"})),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={**HANDLERS, ClientDisconnect: gone})
+        self.app = Starlette(
+            routes=routes, exception_handlers={**HANDLERS, ClientDisconnect: gone, OperationalError: no_room}
+        )
 
     def _route(self, path: str, handler: Handler, *methods: str) -> Route:
         """Route whose client must give a key; POST without `methods`."""

@@ -1,8 +1,10 @@
 """Futures of stored requests: results that clients wait for, and errors that are a request's own."""
 
 import asyncio
+import sqlite3
 import sys
 import traceback
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +14,8 @@ from shoal.net.server import Refused
 from shoal.tinker.store import Store, StoredRequest
 
 T = TypeVar("T")
+ROOM_CHECK_S = 1.0
+"""Seconds between two attempts to store a failure on a full disk."""
 
 
 class Futures:
@@ -34,10 +38,11 @@ class Futures:
             request = self._store.request(id_)
         return request
 
-    def resolve(self, request: StoredRequest, result: bytes | Exception, *, repeats: bool = False) -> None:
+    async def resolve(self, request: StoredRequest, result: bytes | Exception, *, repeats: bool = False) -> None:
         """Ends a request with its result or its error; a model whose creation failed is closed.
 
-        A restart `repeats` the request.
+        A restart `repeats` the request. A result that finds no room on the disk raises `sqlite3.OperationalError`. An
+        error waits for room: what the store does not hold, a restart would not know.
         """
         if isinstance(result, bytes):
             self._store.resolve(request.id, result, repeats=repeats)
@@ -47,14 +52,19 @@ class Futures:
                 traceback.print_exception(result, file=sys.stderr)  # our own bug: the log keeps where
                 why = f"{type(result).__name__}: {result}"
             category = "user" if isinstance(result, RequestRefused | Refused) else "server"
-            with self._store.together():
-                failure = msgspec.json.encode({"error": why, "category": category})
+            await self._fail(request, msgspec.json.encode({"error": why, "category": category}))
+        self.set(request.id)
+
+    async def _fail(self, request: StoredRequest, failure: bytes) -> None:
+        while True:
+            with suppress(sqlite3.OperationalError), self._store.together():
                 self._store.resolve(request.id, failure, failed=True)
                 if request.kind == "create":
                     self._store.close_model(request.target)
                 elif request.kind == "optim_step":
                     self._store.drop_gradient(request)
-        self.set(request.id)
+                break
+            await asyncio.sleep(ROOM_CHECK_S)
 
     def set(self, id_: str) -> None:
         """Wakes the waiters of a request whose result is stored."""

@@ -8,6 +8,7 @@ import contextlib
 import math
 import secrets
 import shutil
+import sqlite3
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
@@ -189,9 +190,9 @@ class TinkerService:
 
     async def _answer_sample(self, request: StoredRequest) -> None:
         try:
-            self.futures.resolve(request, await self._sampled(request))
+            await self.futures.resolve(request, await self._sampled(request))
         except Exception as error:  # of one request: raised here, it would end the service of all
-            self.futures.resolve(request, error)
+            await self.futures.resolve(request, error)
 
     async def _sampled(self, request: StoredRequest) -> bytes:
         wanted = stored(request, SampleBody)
@@ -209,15 +210,16 @@ class TinkerService:
     async def _expire(self) -> None:
         """Removes expired checkpoints."""
         while True:
-            for checkpoint in self.store.expired(time.time()):
-                self.remove(checkpoint)
-            self.store.forget(time.time() - KEPT_S)
+            with contextlib.suppress(sqlite3.OperationalError):  # of a full disk, which the removed files make room on
+                for checkpoint in self.store.expired(time.time()):
+                    self.remove(checkpoint)
+                self.store.forget(time.time() - KEPT_S)
             await asyncio.sleep(EXPIRY_CHECK_S)
 
     def remove(self, checkpoint: SavedWeights) -> None:
-        """Removes a checkpoint and its files."""
-        self.store.remove_checkpoint(checkpoint.path)
+        """Removes the files of a checkpoint, and then the checkpoint: on a full disk they make room for that."""
         shutil.rmtree(checkpoint.folder, ignore_errors=True)
+        self.store.remove_checkpoint(checkpoint.path)
 
 
 class _Drawing:

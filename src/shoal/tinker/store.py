@@ -118,13 +118,13 @@ class SavedWeights:
 
 
 class Store:
-    """One file. A returned write survives the end of this process, though perhaps not a power loss."""
+    """One file. A returned write survives the loss of power; without room it raises `sqlite3.OperationalError`."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
+        self._db.execute("PRAGMA synchronous = FULL")
         self._db.executescript(SCHEMA)
 
     def forget(self, before: float) -> None:
@@ -142,10 +142,11 @@ class Store:
         self._db.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk may have ended it
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def close(self) -> None:
         """Closes the file."""

@@ -115,20 +115,20 @@ class Training:
     async def _trained(self, batch: Sequence[StoredRequest]) -> None:
         """Carries out requests together; alone and on a new trainer when that fails for another reason than theirs."""
         try:
-            await self._attempt([request for request in batch if self._is_due(request)])
+            await self._attempt([request for request in batch if await self._is_due(request)])
         except Exception as error:  # of these requests: raised here, it would end the service of all
             if batch[0].kind in SAVES and not isinstance(error, ChildDied):
-                self._futures.resolve(batch[0], error)
+                await self._futures.resolve(batch[0], error)
                 return
             await self._start_trainer()  # half-done work of a request ends with its trainer
             for request in batch:
                 try:
-                    await self._attempt([request] if self._is_due(request) else [])
+                    await self._attempt([request] if await self._is_due(request) else [])
                 except Exception as error:
-                    self._futures.resolve(request, error)
+                    await self._futures.resolve(request, error)
                     await self._start_trainer()
 
-    def _is_due(self, request: StoredRequest) -> bool:
+    async def _is_due(self, request: StoredRequest) -> bool:
         """Whether a request is still pending; fails the request of a lost model."""
         now = self._store.request(request.id)
         if now is None or now.state != "pending":
@@ -137,7 +137,7 @@ class Training:
         if why is None or request.kind == "unload":
             return True
         words = f"model_id: {request.target} cannot be taken up: {why}; load one of its checkpoints"
-        self._futures.resolve(request, EngineError(words))
+        await self._futures.resolve(request, EngineError(words))
         return False
 
     async def _attempt(self, batch: Sequence[StoredRequest]) -> None:
@@ -152,7 +152,7 @@ class Training:
         try:
             result, state = await self._carried_out(model, request)
         except RequestRefused as error:
-            self._futures.resolve(request, error)
+            await self._futures.resolve(request, error)
             return
         with self._store.together():  # a finished request is in the state, or is repeated after it
             if state is not None:
@@ -169,17 +169,17 @@ class Training:
             try:
                 jobs.append((request, await self._gradient(request)))
             except Exception as error:
-                self._futures.resolve(request, error)
+                await self._futures.resolve(request, error)
         for (request, job), part in zip(jobs, await self._trainer.accumulate([job for _, job in jobs]), strict=True):
             if isinstance(part, TrainerFailed):
-                self._futures.resolve(request, RequestRefused(part.reason))
+                await self._futures.resolve(request, RequestRefused(part.reason))
                 continue
             if job.backward:
                 sums = self._sums.setdefault(request.target, {"loss": 0.0, "tokens": 0.0})
                 sums["loss"] += part.loss
                 sums["tokens"] += sum(datum.shape[0] for datum in job.data)
             output = await asyncio.to_thread(output_of, job, part)
-            self._futures.resolve(request, output, repeats=job.backward)
+            await self._futures.resolve(request, output, repeats=job.backward)
 
     async def _gradient(self, request: StoredRequest) -> Gradient:
         """Checked gradient of a request. Raises `RequestRefused`."""
