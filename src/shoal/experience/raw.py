@@ -101,7 +101,7 @@ def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
     query = "SELECT position, body FROM rollouts WHERE finished_seq = ? ORDER BY position"
     for row in rows:
         bodies = dict(connection.execute(query, (row[0],)))
-        yield RawGroup(*row, tuple(bodies.values()), tuple(bodies))
+        yield RawGroup(*(*row, tuple(bodies.values()), tuple(bodies)))
 
 
 def decode_rollout(body: bytes) -> RawRollout:
