@@ -10,7 +10,9 @@ from safetensors.torch import load_file
 
 from engine_models import plain
 from shoal.config import Config, TaskConfig, parse
-from shoal.errors import ConfigError, TaskError
+from shoal.config.settings import StageConfig
+from shoal.errors import ConfigError, RunDirError, TaskError
+from shoal.experience.log import locked
 from shoal.model.renderer_loading import load_renderer
 from shoal.run.commands.supervised import run_stages, run_supervised, trained_rows, turns_of
 from shoal.tasks.holdout import EVAL_SHARE, split_of
@@ -156,6 +158,17 @@ def test_a_resumed_stage_gets_the_weights_of_one_that_never_ended(tiny_model_dir
     run_supervised(whole.model_copy(update={"run_dir": part.run_dir}), data, resume=True)
     weights = load_file(tmp_path / "whole" / "model" / "model.safetensors")
     assert_same(tmp_path / "part", {name: (tensor, torch.ones_like(tensor)) for name, tensor in weights.items()})
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_stage_in_a_directory_that_another_process_writes_is_refused_and_leaves_it_alone(
+    several: bool, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    config, data = config_of(tiny_model_dir, tmp_path / "run"), conversations(tmp_path / "sums.jsonl")
+    stages = config.model_copy(update={"stages": (StageConfig(kind="sft", data=str(data)),)})
+    with locked(tmp_path / "run"), pytest.raises(RunDirError, match="does another process write this run"):
+        run_stages(stages, resume=True) if several else run_supervised(config, data)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["log.lock"]
 
 
 def test_a_stage_begins_with_the_model_of_the_stage_before(tiny_model_dir: Path, tmp_path: Path) -> None:

@@ -77,23 +77,33 @@ class LockedLog:
             self.lock.close()
 
 
+def locked(run_dir: Path) -> IO[bytes]:
+    """Makes a run directory, which is this process's until the returned file is closed. Raises `RunDirError`."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / "log.lock").open("ab")
+    except OSError as error:
+        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise RunDirError(f"{run_dir} cannot be locked; does another process write this run? ({error})") from error
+    return lock
+
+
 def open_log(run_dir: Path, meta: RunMeta, *, resume: bool) -> LockedLog:
     """Creates the log of a run, or opens the existing one if `resume`. Raises `RunDirError`."""
     path = run_dir / FILE
     if path.exists() and not resume:
         raise RunDirError(f"{run_dir} already holds a run; resume it with --resume or choose another run_dir")
+    lock = locked(run_dir)
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        lock = (run_dir / "log.lock").open("ab")
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # other users must not read the texts
-    except OSError as error:
-        raise RunDirError(f"{run_dir} cannot be written: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=OPEN_TIMEOUT_S)
     except (OSError, sqlite3.Error) as error:
         lock.close()
-        raise RunDirError(f"{path} cannot be opened; does another process write this run? ({error})") from error
+        raise RunDirError(f"{path} cannot be opened: {error}") from error
     try:
         check_not_behind(connection, run_dir)
         connection.execute("PRAGMA auto_vacuum=INCREMENTAL")

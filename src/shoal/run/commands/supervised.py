@@ -30,6 +30,7 @@ from shoal.config import Config, EngineConfig
 from shoal.config.training import DPOLoss, foreign_setting
 from shoal.errors import ConfigError, TaskError
 from shoal.experience import checkpoint
+from shoal.experience.log import locked
 from shoal.files import replaced
 from shoal.model.chat_template import ChatRenderer
 from shoal.model.renderer_loading import load_renderer
@@ -77,11 +78,12 @@ async def _train(config: Config, data: Path, *, resume: bool) -> dict[str, objec
     lessons = [read(renderer, row, where) for row, where in kept]
     if not lessons:
         raise TaskError(f"{data}: expected at least one row whose question is not held out, got {len(rows)} rows")
-    (run_dir / "logs").mkdir(parents=True, exist_ok=True)
-    write_resolved(config, run_dir)
     threads = Threads().trainer
     gpus = devices_of(config.model_copy(update={"engine": EngineConfig(count=0)})).ranks
     async with AsyncExitStack() as stack:
+        stack.enter_context(locked(run_dir))
+        (run_dir / "logs").mkdir(exist_ok=True)
+        write_resolved(config, run_dir)
         trackers = stack.enter_context(closing(trackers_of(config.metrics, run_dir)))
         if left_out:
             trackers.log_event("left_out", reason=left_out)
@@ -245,8 +247,12 @@ def run_stages(config: Config, *, resume: bool = False) -> dict[str, object]:
     """Runs the stages that have not ended yet; returns the figures of all. Raises a `ShoalError`."""
     if not resume:
         check_run_dir(Path(config.run_dir), resume=False)
-    Path(config.run_dir).mkdir(parents=True, exist_ok=True)
-    write_resolved(config, Path(config.run_dir))
+    with locked(Path(config.run_dir)):
+        write_resolved(config, Path(config.run_dir))
+        return _run_each(config, resume=resume)
+
+
+def _run_each(config: Config, *, resume: bool) -> dict[str, object]:
     figures: dict[str, object] = {}
     model = config.model
     for index, stage in enumerate(config.stages):
