@@ -288,6 +288,11 @@ class _Counted(MemoryExchange):
         self.moved_bytes += sum(map(len, frames))
         return frames
 
+    async def receive_from(self, authors: frozenset[str], most: int) -> list[bytes]:
+        frames = await super().receive_from(authors, most)
+        self.moved_bytes += sum(map(len, frames))
+        return frames
+
 
 def _peer(exchange: MemoryExchange, folder: Path, i: int) -> Node:
     """Small node in a large swarm that reads two frames a second."""

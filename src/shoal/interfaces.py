@@ -295,6 +295,12 @@ class Exchange(Protocol):
         A late member also gets the earlier frames that are still kept.
         """
 
+    async def receive_from(self, authors: frozenset[str], most: int) -> list[bytes]:
+        """Waits a moment for frames that are sent under these names, past all others; returns up to `most`.
+
+        `receive` leaves these frames out from then on. Some may come twice. A member can send under another's name.
+        """
+
 
 Logprobs: TypeAlias = Callable[[Sequence[Sequence[int]]], Awaitable[Sequence[Sequence[float]]]]
 """Rows of L tokens -> L - 1 logprobs each (nats, at the rollout temperature) under the weights being trained."""

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import ipaddress
+import itertools
 import json
 import os
 import re
@@ -110,6 +111,54 @@ def test_a_late_joiner_reads_the_history_in_order_and_a_flood_pushes_out_only_it
         assert late == [b"quiet", *(b"%d" % i for i in range(50, KEPT_PER_AUTHOR + 50))]
 
     with_server(tmp_path, body)
+
+
+def test_frames_of_followed_authors_are_read_past_all_others_and_none_is_lost(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        sender, reader = joined(server.url), joined(server.url)
+        sending = asyncio.ensure_future(collected(sender, 10**9))
+
+        async def read_from(names: str, *expected: bytes) -> None:
+            followed: list[bytes] = []
+            async with asyncio.timeout(60):
+                while len(followed) < len(expected):
+                    followed += await reader.receive_from(frozenset([*names, "no name", "*", ">", ""]), 9)
+            assert followed == list(expected)
+
+        await published(sender, b"a 0", b"a 1", author="a")
+        assert await collected(reader, 2) == [b"a 0", b"a 1"]
+        assert await reader.receive_from(frozenset("a"), 9) == [], "it begins where the first reader is"
+        strangers = [b"x %d" % i for i in range(60)]
+        await published(sender, *strangers, author="x")
+        await published(sender, b"a 2", author="a")
+        await read_from("a", b"a 2")
+        await published(sender, b"b 0", author="b")
+        await read_from("ab", b"a 2", b"b 0")  # again from the first reader's place: b's frames may lie there
+        await published(sender, b"end", author="x")
+        assert await collected(reader, 61) == [*strangers, b"end"]
+        sending.cancel()
+
+    with_server(tmp_path, body)
+
+
+def test_followed_authors_are_read_on_after_a_restart_of_the_server(tmp_path: Path) -> None:
+    async def main() -> None:
+        options = ServerOptions(tmp_path, port=free_port())
+        reader = NatsExchange(NatsOptions((f"nats://127.0.0.1:{options.port}",), "reef"))
+        reading = asyncio.ensure_future(collected(reader, 10**9, 3600))
+        numbers = itertools.count()
+        for _ in range(2):
+            async with NatsServer(options):
+                first, frames = next(numbers), list[bytes]()
+                async with asyncio.timeout(60):
+                    while not frames:  # the first reader has those from before the author is followed
+                        await published(reader, b"%d" % next(numbers), author="a")
+                        frames = await reader.receive_from(frozenset("a"), 9)
+                assert all(int(frame) > first for frame in frames)
+        reading.cancel()
+        await reader.__aexit__(None, None, None)
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ class Answers:
 def shared(hub: MemorySwarm) -> list[Offer]:
     """The offers in a hub."""
     ingress = IngressFilter("reef", "")
-    found = [ingress.admit(frame, time.time()) for frame in hub.frames.values()]
+    found = [ingress.admit(frame, time.time()) for _, frame in hub.frames.values()]
     return [one.content for one in found if isinstance(one, VerifiedMessage) and isinstance(one.content, Offer)]
 
 

@@ -12,7 +12,7 @@ from benchmarks.memory_swarm import MemorySwarm
 from shoal import wire
 from shoal.config import Config, TaskConfig
 from shoal.net.identity import Identity
-from shoal.swarm.peer import FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S, MOST_AT_ONCE, Joined, Peer
+from shoal.swarm.peer import FOLLOWED_PER_S, FRAME_S, INTAKE_BATCH, INTAKE_BURST_S, INTAKE_PER_S, Joined, Peer
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.wire.envelope import Signer
@@ -96,27 +96,32 @@ def test_frames_are_read_as_seldom_as_they_are_dear(tmp_path: Path, frames_worth
 
 
 def test_a_flood_under_the_name_of_an_established_author_costs_no_more_than_its_intake(tmp_path: Path) -> None:
+    seconds = 9
+
     async def main() -> tuple[int, int]:
-        hub, author, own = MemorySwarm(), Identity.fresh(), OwnTasks([])
-        said = Signer(author, "reef", session=1)
+        hub, own = MemorySwarm(), OwnTasks([])
+        named, quiet = Identity.fresh(), Identity.fresh()
+        said = Signer(named, "reef", session=1)
         config = Config(tasks=[TaskConfig(name="gcd")])
-        exchange = hub.join()
-        peer = Peer(Joined(exchange, own, Identity.fresh(), tmp_path, config, clock=lambda: NOW_S, timer=lambda: 0.0))
-        peer.ingress.vouch(author.peer_id)
+        peer = Peer(Joined(hub.join(), own, Identity.fresh(), tmp_path, config, clock=lambda: NOW_S, timer=lambda: 0.0))
+        for author in (named, quiet):
+            peer.ingress.vouch(author.peer_id)
         listening = asyncio.create_task(peer.beside())
-        for read in range(8):
-            for number in range(MOST_AT_ONCE):
+        await asyncio.sleep(2)  # until it follows them
+        for read in range(10 * seconds):
+            for _ in range(1000):
                 frame = said.frame(PAYLOAD, NOW_S)
-                hub.put(f"{read} {number}", bytes(64) + frame[64:])
-            while exchange not in hub.waiting:  # time stands still meanwhile
-                assert not listening.done()
-                await asyncio.sleep(0.0)
+                hub.put(named.peer_id, bytes(64) + frame[64:])
+            if read == 5 * seconds:
+                hub.put(quiet.peer_id, Signer(quiet, "reef", session=1).frame(PAYLOAD, NOW_S))
+            await asyncio.sleep(0.1)
+        assert not listening.done()
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
         own.close()
-        return peer.ingress.refused[Reason.FORGED], peer.ingress.refused[Reason.FLOODING]
+        return peer.ingress.refused[Reason.FORGED], peer.ingress.admitted
 
     with asyncio.Runner(loop_factory=Skipping) as runner:
-        checked, dropped = runner.run(main())
-    assert MOST_AT_ONCE < checked <= 1 + MOST_AT_ONCE + INTAKE_PER_S * INTAKE_BURST_S + INTAKE_BATCH
-    assert dropped > 8 * MOST_AT_ONCE - checked - MOST_AT_ONCE - 2
+        checked, admitted = runner.run(main())
+    assert 0.8 * FOLLOWED_PER_S * seconds < checked <= FOLLOWED_PER_S * (seconds + 3)
+    assert admitted == 1, "another established author is heard meanwhile"

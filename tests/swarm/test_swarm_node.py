@@ -84,7 +84,7 @@ def test_own_groups_become_offers_as_the_taker_needs_them(tmp_path: Path) -> Non
 
     asyncio.run(main())
     ingress = IngressFilter("reef", "")
-    heard = [ingress.admit(frame, NOW_S) for frame in hub.frames.values()]
+    heard = [ingress.admit(frame, NOW_S) for _, frame in hub.frames.values()]
     one, other = (message.content for message in heard if isinstance(message, VerifiedMessage))
     assert (one.claim.truth, one.generator, one.made_s) == (first.answer, GeneratorKind.TRAINING, NOW_S)
     assert one.rollouts == (OfferedRollout("?"), OfferedRollout(first.answer or ""))

@@ -1,7 +1,7 @@
 """A peer reads frames, keeps a ban list and a status, and sends messages: node, generator and human node build on it.
 
-    listen   consumes frames of the exchange, one after the other; yields to other tasks between two frames
-    read     consumes the frames of strangers, as fast as the intake allows
+    listen   consumes frames of the exchange as fast as the intake allows; yields to other tasks between two frames
+    follow   does the same with the frames of established authors, so a flood of strangers delays none of them
     report   reads banned.txt, does the periodic work, and writes status.json
 
 A file that cannot be read or written ends no peer: the failure is logged once and shown in the status.
@@ -12,8 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,13 +32,11 @@ BANNED_FILE = "banned.txt"
 STATUS_FILE = "status.json"
 SESSION_FILE = "session"
 INTAKE_PER_S = 60.0
-"""Frames read per second at most, on average, from all peers together."""
-KNOWN_PER_S = 240.0
-"""Frames that name established authors, read per second at once: others can send under their names."""
+"""Frames read per second at most, on average, from all strangers together."""
+FOLLOWED_PER_S = 240.0
+"""Frames under names of established authors, read per second at most: others can send under their names."""
 INTAKE_BATCH = 32
 """Frames between two rests of the intake."""
-MOST_AT_ONCE = 512
-"""Most frames per reading, and most frames of strangers that wait to be read; more are dropped."""
 FRAME_S = 0.5e-3
 """Seconds of a core that a frame may take; a slower frame counts as several. Most take 0.2 ms."""
 INTAKE_BURST_S = 16.0
@@ -104,8 +101,7 @@ class Peer:
         limits = TrustLimits()
         self._outgoing = Bucket(SENT_SHARE * limits.rate_per_s, SENT_SHARE * limits.burst)
         self._intake = Bucket(joined.frames_per_s, joined.frames_per_s * INTAKE_BURST_S)
-        self._known_intake = Bucket(KNOWN_PER_S, MOST_AT_ONCE)
-        self._unread, self._arrived = deque[bytes](), asyncio.Event()  # frames of strangers
+        self._followed_intake = Bucket(FOLLOWED_PER_S, FOLLOWED_PER_S)
         self.ingress = IngressFilter(self.swarm, self.peer_id, timer=self._timer)
         self.tally = PeerCounts()
         self.file_failures: dict[str, str] = {}
@@ -116,7 +112,11 @@ class Peer:
     async def beside(self, **loops: Coroutine[None, None, None]) -> None:
         """Listens, reports and runs the named `loops` until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            own = {"listening": self._listen(), "reading": self._read_others(), "reporting": self._report()}
+            own = {
+                "listening": self._listen(self._exchange.receive, self._intake),
+                "following": self._listen(self._receive_established, self._followed_intake),
+                "reporting": self._report(),
+            }
             for name, loop in (own | loops).items():
                 tasks.create_task(loop, name=f"swarm: {name}")
 
@@ -178,34 +178,15 @@ class Peer:
             await asyncio.sleep(RETRY_S)
         self.tally.unsent += 1
 
-    async def _listen(self) -> None:
-        """Reads frames that name an established author at once, and leaves all others to `_read_others`.
-
-        A flood of strangers thus delays no known author. Too many frames under known names wait with the others.
-        """
-        loop = asyncio.get_running_loop()
+    async def _listen(self, receive: Callable[[int], Awaitable[list[bytes]]], intake: Bucket) -> None:
+        """Reads frames; a frame costs as much of the intake as it takes of the processor."""
         while True:
-            for frame in await self._exchange.receive(MOST_AT_ONCE):
-                if self.ingress.is_known(frame) and self._known_intake.take(loop.time(), 0.0):
-                    await self._admit(frame, self._known_intake)
-                elif len(self._unread) < MOST_AT_ONCE:
-                    self._unread.append(frame)
-                    self._arrived.set()
-                else:
-                    self.ingress.refused[Reason.FLOODING] += 1
-            await asyncio.sleep(0)
+            for frame in await receive(INTAKE_BATCH):
+                await self._admit(frame, intake)
+            await asyncio.sleep(max(0.0, intake.used - intake.burst) / intake.rate_per_s)
 
-    async def _read_others(self) -> None:
-        """Reads the frames that wait; a frame costs as much of the intake as it takes of the processor."""
-        intake, number = self._intake, 0
-        while True:
-            self._arrived.clear()
-            while self._unread:
-                await self._admit(self._unread.popleft(), intake)
-                number += 1
-                if number % INTAKE_BATCH == 0 or not self._unread:
-                    await asyncio.sleep(max(0.0, intake.used - intake.burst) / intake.rate_per_s)
-            await self._arrived.wait()
+    async def _receive_established(self, most: int) -> list[bytes]:
+        return await self._exchange.receive_from(frozenset(self.ingress.established), most)
 
     async def _admit(self, frame: bytes, intake: Bucket) -> None:
         """Admits a frame at the cost of an intake, and passes its message on; then yields to other tasks."""

@@ -23,11 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-import msgspec
-
 from shoal import wire
 from shoal.errors import WireError
-from shoal.net.identity import SIGNATURE_BYTES, peer_id_of
 from shoal.swarm.trust.rates import Bucket, Recent
 from shoal.swarm.trust.refusals import BLAMED, LIES, STANDING_KEPT, Reason
 from shoal.swarm.wire.envelope import MAX_FRAME_BYTES, MAX_PAYLOAD_BYTES, Envelope, is_genuine, opened, payload_of
@@ -148,10 +145,6 @@ class PeerRecord:
             self.seen |= 1 << -ahead
 
 
-class _Author(msgspec.Struct):
-    author: bytes
-
-
 class IngressFilter:
     """Filter of envelopes, with the records of their authors.
 
@@ -221,14 +214,6 @@ class IngressFilter:
         peer_id = found.peer_id
         sent_s = min(found.sent_s, now_s)  # a stamp ahead of time makes nothing younger
         return VerifiedMessage(peer_id, f"{peer_id}/{found.session}-{found.sequence}", sent_s, content)
-
-    def is_known(self, frame: bytes) -> bool:
-        """Whether a frame names an established author, or this node; nothing is checked."""
-        try:
-            peer_id = peer_id_of(wire.decode(frame[SIGNATURE_BYTES:], _Author, MAX_FRAME_BYTES).author)
-        except WireError:
-            return False
-        return peer_id == self._own_id or peer_id in self._established
 
     def refuse(self, peer_id: str, reason: Reason) -> None:
         """Counts a message that failed after the filter, and holds it against its author where that is fair."""

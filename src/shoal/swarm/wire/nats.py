@@ -2,7 +2,7 @@
 
 A swarm has one stream, with one subject per author. The server keeps only the last frames of a subject, so a
 flooding author pushes out only its own. Frames are pulled: a reader gets no more than it asks for. Any peer makes a
-missing stream.
+missing stream. A second consumer reads the subjects of known authors, so no stranger's frames are ahead of theirs.
 
 An exchange has one connection and one repair. After any failure it closes the connection, and `receive` connects to the
 first server that answers, for as long as it takes. Reading continues after the last frame by the server's clock, even
@@ -14,8 +14,9 @@ import contextlib
 import hashlib
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ SKIP_EVERY_S = 10.0
 """Seconds between two skips to the newest frames. In a flood every peer is behind again at once, and each skip makes a
 consumer."""
 STREAM_BYTES = 256 * 1024 * 1024
+MOST_FOLLOWED = 1024
+"""Subjects of the second consumer's filter."""
 
 
 @contextmanager
@@ -91,6 +94,24 @@ class _TlsClient(_FrameClient):
         await super()._process_info(info, initial_connection)
 
 
+@dataclass(slots=True)
+class _Position:
+    """The last message that a consumer has read, by the server's clock and by its number in the stream."""
+
+    time: datetime
+    number: int = 0
+
+    def advance(self, message: Msg) -> bool:
+        """Moves on to a message; returns False for a repeat of the last."""
+        metadata = message.metadata
+        assert metadata.timestamp is not None
+        at, number = metadata.timestamp, metadata.sequence.stream
+        if number <= self.number and at <= self.time:
+            return False
+        self.time, self.number = at, number
+        return True
+
+
 class NatsExchange:
     """One peer's connection; implements `interfaces.Exchange`. Use as an async context manager.
 
@@ -103,8 +124,11 @@ class NatsExchange:
         self._subjects = f"shoal.{options.swarm}"
         self._client: Client | None = None
         self._consumer: JetStreamContext.PullSubscription | None = None
-        self._last_time = datetime.now(UTC) - timedelta(seconds=HISTORY_S)
-        self._last_number = 0
+        self._read = _Position(datetime.now(UTC) - timedelta(seconds=HISTORY_S))
+        self._follower: JetStreamContext.PullSubscription | None = None
+        self._followed = frozenset[str]()
+        """Subjects that the second consumer reads and the first one skips."""
+        self._followed_read = self._read
         self._next_skip_s = 0.0
         self.connections = 0
         """Connections made so far; the lost connections are one fewer while connected."""
@@ -155,37 +179,52 @@ class NatsExchange:
             if frames:
                 return frames
 
+    async def receive_from(self, authors: frozenset[str], most: int) -> list[bytes]:
+        """Waits up to `FETCH_TIMEOUT_S` for frames under the names of `authors`; returns up to `most`."""
+        names = sorted(author for author in authors if author.isalnum())[:MOST_FOLLOWED]
+        try:
+            if names and self.connected:
+                with _ends_when_cancelled():
+                    return await self._fetched_from({f"{self._subjects}.offer.{name}" for name in names}, most)
+        except Exception:  # `receive` says what is wrong, repairs the connection, and reads these frames until then
+            self._follower, self._followed = None, frozenset()
+        await asyncio.sleep(FETCH_TIMEOUT_S)
+        return []
+
+    async def _fetched_from(self, subjects: set[str], most: int) -> list[bytes]:
+        """Fetches the next frames of some subjects that arrive within a moment."""
+        client = self._client
+        assert client is not None
+        if self._follower is None or subjects != self._followed:
+            read = replace(min(self._read, self._followed_read, key=lambda read: read.time))
+            if self._follower is not None:
+                await self._follower.unsubscribe()
+            follower = await self._follow(client.jetstream(), read, sorted(subjects))
+            if client is not self._client:
+                return []
+            self._follower, self._followed, self._followed_read = follower, frozenset(subjects), read
+        messages = await _next_of(self._follower, most)
+        return [message.data for message in messages if self._followed_read.advance(message)]
+
     async def _fetched(self, most: int) -> list[bytes]:
         """Fetches the next frames that arrive within a moment."""
         if self._client is None or not self._client.is_connected or self._consumer is None:
             await self._disconnect()
             self._client = await self._connect()
-            self._consumer = await self._follow(self._client.jetstream())
+            await self._ensure_stream(self._client.jetstream())
+            self._consumer = await self._follow(self._client.jetstream(), self._read)
             self.connections += 1
-        try:
-            messages = await self._consumer.fetch(most, timeout=FETCH_TIMEOUT_S)
-        except TimeoutError:
-            await self._consumer.consumer_info()  # a server that lost its state has no such consumer, silently
-            return []
-        frames = [message.data for message in messages if self._is_next(message)]
+        messages = await _next_of(self._consumer, most)
+        new = [message for message in messages if self._read.advance(message)]
         behind = messages[-1].metadata.num_pending if messages else 0
         if behind > MOST_BEHIND and time.monotonic() >= self._next_skip_s:
             self._next_skip_s = time.monotonic() + SKIP_EVERY_S
             await self._consumer.unsubscribe()
             stream = self._client.jetstream()
             end = (await stream.stream_info(self._stream)).state.last_seq  # numbers have gaps where frames were dropped
-            self._consumer = await self._follow(stream, skip_to=max(end - MOST_BEHIND // 2, self._last_number + 1))
-        return frames
-
-    def _is_next(self, message: Msg) -> bool:
-        """Tells whether a message is to be read, and is no repeat of the last."""
-        metadata = message.metadata
-        assert metadata.timestamp is not None
-        at, number = metadata.timestamp, metadata.sequence.stream
-        if number <= self._last_number and at <= self._last_time:
-            return False
-        self._last_time, self._last_number = at, number
-        return True
+            skip_to = max(end - MOST_BEHIND // 2, self._read.number + 1)
+            self._consumer = await self._follow(stream, self._read, skip_to=skip_to)
+        return [message.data for message in new if message.subject not in self._followed]
 
     async def _connect(self) -> Client:
         """Connects to any server. Raises the last server's failure."""
@@ -214,12 +253,14 @@ class NatsExchange:
                 await _close(client)
         raise failure
 
-    async def _follow(self, stream: JetStreamContext, skip_to: int | None = None) -> JetStreamContext.PullSubscription:
-        """Makes a consumer of all frames after the last that was read, or from a number of the stream on."""
-        await self._ensure_stream(stream)
+    async def _follow(
+        self, stream: JetStreamContext, read: _Position, subjects: Sequence[str] = (), skip_to: int | None = None
+    ) -> JetStreamContext.PullSubscription:
+        """Makes a consumer of the frames after `read`, or from a number of the stream on; of some subjects, or all."""
         config = ConsumerConfig(
+            filter_subjects=list(subjects) or None,
             deliver_policy=DeliverPolicy.BY_START_TIME if skip_to is None else DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_time=self._last_time if skip_to is None else None,
+            opt_start_time=read.time if skip_to is None else None,
             opt_start_seq=skip_to,
             ack_policy=AckPolicy.NONE,
             inactive_threshold=CONSUMER_IDLE_S,
@@ -264,9 +305,18 @@ class NatsExchange:
             await stream.add_stream(config, num_replicas=1)  # servers that form no cluster
 
     async def _disconnect(self) -> None:
-        client, self._client, self._consumer = self._client, None, None
+        client, self._client, self._consumer, self._follower = self._client, None, None, None
         if client is not None:
             await _close(client)
+
+
+async def _next_of(consumer: JetStreamContext.PullSubscription, most: int) -> list[Msg]:
+    """The next messages that arrive within a moment. Raises `NotFoundError` when the server has lost the consumer."""
+    try:
+        return await consumer.fetch(most, timeout=FETCH_TIMEOUT_S)
+    except TimeoutError:
+        await consumer.consumer_info()  # such a server is silent
+        return []
 
 
 async def _close(client: Client) -> None:
