@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from urllib.parse import quote
 
 import aiohttp
 import pytest
+from pyarrow import parquet
 
 from payloads import PAYLOADS
 from shoal import wire
@@ -85,6 +87,66 @@ def test_what_was_moved_to_the_archive_is_found_like_the_rest(tmp_path: Path) ->
         group = index.group(row.seq)
         assert (group.step, len(group.bodies)) == (1, SIZE)
         assert b"truth of g1-1" in group.task
+    finally:
+        index.close()
+
+
+async def two_shards(run_dir: Path) -> Path:
+    """A run with steps 0-1 and 2-3 in the archive and 4-5 in the log; the file of 2-3."""
+    run = MadeRun(run_dir)
+    for through in (1, 3):
+        for _ in range(3):
+            await run.step()
+        await run.buffer.archive(through)
+    await run.close()
+    return run_dir / "archive" / "steps-2-3.parquet"
+
+
+def damage_bodies(file: Path) -> None:
+    """Changes bytes in the rollouts' bodies of an archive file, whose list of parts stays right."""
+    metadata, data = parquet.read_metadata(file), bytearray(file.read_bytes())
+    column = metadata.row_group(metadata.num_row_groups - 1).column(metadata.num_columns - 1)
+    assert column.path_in_schema == "body"
+    end = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size
+    data[end - 9 : end - 5] = b"junk"
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b"junk"), damage_bodies, Path.unlink])
+async def test_a_broken_file_of_the_archive_is_named_and_all_else_is_shown(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    file = await two_shards(tmp_path / "run")
+    damage(file)
+    index = RolloutIndex(tmp_path / "run", tmp_path / "index.sqlite")
+    try:
+        await until(lambda: index.complete, 20)
+        assert {row.step for row in index.search(Filter()).rows} == {1, 2, 5, 6}
+        assert [row.step for row in index.search(Filter(text="thinking of g1-1/2")).rows] == [2]
+    finally:
+        index.close()
+    async with viewing(tmp_path / "run") as url, aiohttp.ClientSession() as http:
+
+        async def names_it() -> bool:
+            async with http.get(f"{url}/rollouts") as answer:
+                return file.name in await answer.text()
+
+        await until(names_it, 20)
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.write_bytes(b"junk"), damage_bodies, Path.unlink])
+async def test_a_file_of_the_archive_that_breaks_under_the_page_costs_its_own_texts(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    file = await two_shards(tmp_path / "run")
+    index = RolloutIndex(tmp_path / "run", tmp_path / "index.sqlite")
+    try:
+        await until(lambda: index.complete, 20)
+        damage(file)
+        rows = index.search(Filter()).rows
+        assert {row.step for row in rows if row.body} == {1, 2, 5, 6}
+        assert {row.step for row in rows} == set(range(1, 7))
+        assert any(str(file) in why for why in index.broken)
     finally:
         index.close()
 

@@ -9,12 +9,12 @@ that SQLite creates no files in the run directory.
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -32,6 +32,7 @@ PER_PAGE = 50
 TEXT_SEARCH_S = 5.0
 """Longest search for a text in bodies; then the page shows the hits so far."""
 UNREADABLE = "unreadable"
+T = TypeVar("T")
 _SCHEMA = """
 CREATE TABLE rollouts(seq INTEGER, position INTEGER, task TEXT, status TEXT, reason TEXT, reward REAL, tokens INTEGER,
     version INTEGER, step INTEGER, PRIMARY KEY(seq, position));
@@ -132,10 +133,12 @@ class RolloutIndex:
         """Why the log cannot be read; empty when it can."""
         self.complete = False
         """Whether the thread has read the whole log once."""
+        self.broken: set[str] = set()
+        """Why files of the archive cannot be read: their rollouts are missing, or have no texts."""
         self._run_dir, self._file = run_dir, file
         self._low = self._high = self._step = -1
         self._shards: set[str] = set()
-        self._spans = cache(archive.spans)
+        self._spans = cache(lambda file: self._unless_broken(archive.spans, file) or [])
         self._stop = threading.Event()
         with closing(sqlite3.connect(file)) as index:
             index.executescript(f"PRAGMA journal_mode=WAL; {_SCHEMA}")
@@ -210,10 +213,19 @@ class RolloutIndex:
                 connection.execute("BEGIN")  # one snapshot of the log and its list of shards
                 names = connection.execute("SELECT name FROM log.shards").fetchall()
                 files = [self._run_dir / archive.FOLDER / name for (name,) in names]
-                connection.create_function("moved_value", 2, archive.moved_value(files, self._spans))
+                moved = archive.moved_value(files, self._spans)
+                connection.create_function("moved_value", 2, partial(self._unless_broken, moved))
                 yield connection
         except sqlite3.Error as error:
             raise RunDirError(f"{self._run_dir / FILE} cannot be read: {error}") from error
+
+    def _unless_broken(self, read: Callable[..., T], *of: object) -> T | None:
+        """Reads something of the archive; None when its file is damaged."""
+        try:
+            return read(*of)
+        except RunDirError as error:
+            self.broken.add(str(error))
+            return None
 
     def _follow(self) -> None:
         with closing(sqlite3.connect(self._file, isolation_level=None)) as index:
@@ -252,7 +264,14 @@ class RolloutIndex:
             names = [name for (name,) in log.execute("SELECT name FROM shards ORDER BY through DESC")]
         new = [name for name in names if name not in self._shards]
         if not groups and new:
-            self._read_shard(index, new[0])
+            try:
+                self._read_shard(index, self._run_dir / archive.FOLDER / new[0])
+            except (RunDirError, sqlite3.OperationalError) as error:
+                if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) != sqlite3.SQLITE_ERROR:
+                    raise  # of the index itself, such as a full disk, not of `moved_value`, which gets no code
+                index.rollback()
+                self.broken.add(f"{new[0]}: {error}")
+            self._shards.add(new[0])
         return bool(groups or new)
 
     def _settle(self, index: sqlite3.Connection, log: sqlite3.Connection) -> None:
@@ -266,15 +285,14 @@ class RolloutIndex:
         ended = log.execute("SELECT reason, group_id FROM ended WHERE after_step >= ?", (self._step,))
         index.executemany("UPDATE groups SET dropped = ? WHERE id = ?", ended)
 
-    def _read_shard(self, index: sqlite3.Connection, name: str) -> None:
+    def _read_shard(self, index: sqlite3.Connection, file: Path) -> None:
         """Inserts the rows of an archive file, replacing those read from the log."""
         with closing(sqlite3.connect(":memory:")) as log:
             log.executescript(SCHEMA)
-            archive.attach_files(log, [self._run_dir / archive.FOLDER / name])
+            archive.attach_files(log, [file])
             index.execute("BEGIN")
             self._insert(index, log, log.execute(f"{_NEW} ORDER BY finished_seq DESC"))
             index.execute("COMMIT")
-        self._shards.add(name)
 
     def _insert(self, index: sqlite3.Connection, log: sqlite3.Connection, groups: Iterable[Any]) -> None:
         """Puts groups of the log, or of a shard, into the table with their rollouts."""
