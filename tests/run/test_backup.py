@@ -18,13 +18,15 @@ import pytest
 
 from buffer_values import open_buffer, run_group, train
 from joining import TOKEN, joining
-from shoal.errors import RunDirError
+from shoal.config import parse
+from shoal.errors import ConfigError, RunDirError
 from shoal.experience import checkpoint
 from shoal.experience.audit import audit
 from shoal.experience.held_out import answers_file, write_answers
 from shoal.net.identity import Identity
 from shoal.net.listening import free_port
 from shoal.run.backup import BackupPlace, back_up, check_backup, copy_run, manifest_of, restore
+from shoal.run.training import opened_run
 from train_runs import events, start, wait_for_steps
 from until import until
 
@@ -145,6 +147,26 @@ def test_a_backup_of_another_run_and_a_place_that_cannot_be_had_are_refused(tmp_
     for wrong in (tmp_path / "file" / "inside", "nosuch://host/run"):
         with pytest.raises(RunDirError, match=f"checkpoint.backup: expected a folder or a URL, got {wrong}"):
             check_backup(mine, str(wrong))
+
+
+def test_a_new_run_that_fails_at_its_start_leaves_the_place_of_its_backup_to_others(
+    tmp_path: Path, target: str
+) -> None:
+    tree = {"run_dir": str(tmp_path / "run"), "tasks": [{"name": "gcd"}], "checkpoint": {"backup": target}}
+
+    async def started() -> None:
+        async with opened_run(parse(tree), (), resume=False):
+            check_backup(tmp_path / "run", target)
+            raise ConfigError("no engine starts")
+
+    with pytest.raises(ConfigError, match="no engine starts"):
+        asyncio.run(started())
+    assert not (tmp_path / "run").exists()
+    check_backup(other_run(tmp_path / "other"), target)
+    with pytest.raises(RunDirError, match="got something else"):
+        asyncio.run(started())
+    with pytest.raises(RunDirError, match="got something else"):
+        asyncio.run(started())  # the first leaves the other's mark
 
 
 class LiveRun:

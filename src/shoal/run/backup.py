@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.errors import RunDirError
+from shoal.errors import ConfigError, RunDirError
 from shoal.experience import archive, checkpoint, held_out
 from shoal.files import checksum, has_checksum, replaced
 from shoal.net.identity import Identity
@@ -152,6 +152,14 @@ def check_backup(run_dir: Path, target: str) -> None:
         raise RunDirError(f"checkpoint.backup: expected a folder or a URL, got {target}: {why}") from error
     if found is None or found.key != key:
         raise RunDirError(f"checkpoint.backup: expected an empty folder or this run's, got something else in {target}")
+
+
+def leave_backup(run_dir: Path, target: str) -> None:
+    """Takes this run's mark from a place to which nothing was copied yet; an inaccessible place keeps it."""
+    with suppress(OSError, ConfigError):
+        place = BackupPlace(target)
+        if manifest_of(place) == BackupManifest(_public_key(run_dir)):
+            place.remove(MANIFEST)
 
 
 def back_up(run_dir: Path, target: str) -> None:

@@ -30,7 +30,7 @@ from shoal.observe.metrics import Trackers, read_records, stage, trackers_of
 from shoal.rollout.comparison import certified
 from shoal.rollout.constant_answers import paid_constants
 from shoal.rollout.evaluation import held_out_tasks
-from shoal.run.backup import back_up, check_backup, keep_backup
+from shoal.run.backup import back_up, check_backup, keep_backup, leave_backup
 from shoal.run.blocking import run_blocking, saved_at_stop
 from shoal.run.engine_watch import differences
 from shoal.run.join_swarm import joined_peer, report_connection
@@ -168,6 +168,8 @@ async def opened_run(
                 yield buffer, trackers
         except BaseException:
             if not resume and not any(counts.started for counts in buffer.counts.values()):
+                if backup := config.checkpoint.backup:
+                    leave_backup(run_dir, backup)
                 shutil.rmtree(run_dir, ignore_errors=True)
             raise
 
