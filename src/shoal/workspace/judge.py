@@ -10,10 +10,13 @@ import os
 import secrets
 import shutil
 import stat
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.machinery import all_suffixes
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -23,13 +26,21 @@ from shoal.sandbox.program import Ended, Finished, ProgramLimits
 from shoal.sandbox.usage import left_in, remove_tree
 from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, fork, held
 from shoal.workspace.reports import ReportKind, TestStatus, results
-from shoal.workspace.tree import OPAQUE, Tree, walked
+from shoal.workspace.tree import OPAQUE, walked
 
+_CONFIGS = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml", "tox.ini", "setup.cfg"),
+    "pyproject.toml",
+)
 STEERING = (
-    *("conftest.py", "pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml", "sitecustomize.py"),
-    *("usercustomize.py", "pytest.py", "_pytest", "unittest", "unittest.py", "pluggy"),
+    *(*_CONFIGS, "sitecustomize.py", "usercustomize.py", "pytest.py", "_pytest", "unittest", "unittest.py", "pluggy"),
 )
 """Paths that decide how tests run; they are restored for every verdict."""
+_NEEDED = sys.stdlib_module_names | {
+    *("sitecustomize", "usercustomize", "pytest", "py", "pluggy", "iniconfig", "packaging", "pygments", "colorama"),
+    *("exceptiongroup", "tomli"),
+}
+"""Modules that a check may import besides the tree's own."""
 MOST_REPORT_BYTES = 16 << 20
 _LOG_CHARACTERS = 4000
 _REPORT = f"{HOME[1:]}/report.xml"
@@ -154,7 +165,7 @@ def _second(workspace: Workspace, tests: HiddenTests, canary: str) -> Workspace:
     """A fork with the workspace's changes under a layer with the hidden tests. Raises `OSError`."""
     with tempfile.TemporaryDirectory(dir=workspace.folder) as made:
         layer = Path(made)
-        _lay(layer, workspace.tree, tests, canary)
+        _lay(layer, workspace, tests, canary)
         tops = tuple(sorted({*workspace.tree.tops, *(one.name for one in layer.iterdir())}))
         copied = replace(workspace.tree, tops=tops, layers=(workspace.own,))
         is_overlay = workspace.kind is ForkKind.OVERLAY
@@ -172,16 +183,18 @@ def _second(workspace: Workspace, tests: HiddenTests, canary: str) -> Workspace:
         return second
 
 
-def _lay(layer: Path, tree: Tree, tests: HiddenTests, canary: str) -> None:
+def _lay(layer: Path, workspace: Workspace, tests: HiddenTests, canary: str) -> None:
     """Fills the layer in the form of overlayfs: a device 0/0 removes what is below, an opaque folder hides it."""
+    tree = workspace.tree
     for name in (HOME[1:], "tmp"):
         _make_opaque(layer / name)
     (layer / HOME[1:] / "tmp").mkdir()
     own = layer / tree.place[1:]
     own.mkdir(parents=True, exist_ok=True)
-    for name in (*STEERING, *tests.restored):
+    restored = {*STEERING, *tests.restored, *_steering(workspace, tests)}
+    for name in sorted(restored, key=lambda name: len(PurePosixPath(name).parts)):  # a folder before what is in it
         source, target = tree.base / name, own / name
-        if target.exists():
+        if target.exists() or (os.path.lexists(target.parent) and not target.parent.is_dir()):
             continue
         _check_inside(tree.base, source)
         _check_inside(layer, target)
@@ -202,6 +215,43 @@ def _lay(layer: Path, tree: Tree, tests: HiddenTests, canary: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.unlink(missing_ok=True)
         target.write_text(text, encoding="utf-8", newline="")
+
+
+def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
+    """Paths near hidden tests that decide how these run: configurations, and the agent's modules that would shadow.
+
+    Python searches the current folder and the folder of a script or test before all others.
+    """
+    tree = workspace.tree
+    paths = [PurePosixPath(tree.place, name) for name in (*tests.files, *tests.restored)]
+    inside = [path.relative_to(tree.place) for path in paths if path.is_relative_to(tree.place)]
+    needed = _NEEDED | {one.name.partition(".")[0] for folder in workspace.packages for one in folder.iterdir()}
+    folders = {PurePosixPath(), *(parent for path in inside for parent in path.parents)}
+    for folder in sorted(folders, key=lambda one: len(one.parts)):
+        yield from (str(folder / name) for name in _CONFIGS)
+        if folder.parts and (tree.base / folder / "__init__.py").exists():
+            continue  # a package's folder is not searched
+        for below in (workspace.own, *tree.layers[:-1]):
+            for name in _shadows(below / tree.place[1:], folder, needed):
+                if not os.path.lexists(tree.base / folder / name):
+                    yield str(folder / name)
+
+
+def _shadows(root: Path, folder: PurePosixPath, needed: Collection[str]) -> Iterator[str]:
+    """Names in a folder that an import finds before the module of that name, or pytest as a plugin's."""
+    with suppress(OSError):  # it is not there
+        if not (root / folder).resolve().is_relative_to(root.resolve()):
+            return
+        if not os.access(root / folder, os.R_OK | os.X_OK):
+            os.chmod(root / folder, 0o755)  # in the verdict's sandbox it has the rights of the layer above
+        for one in os.scandir(root / folder):
+            is_needed = one.name.partition(".")[0] in needed
+            if one.name.lower().endswith((".dist-info", ".egg-info")):
+                yield one.name
+            elif is_needed and one.is_dir(follow_symlinks=False):
+                yield from (f"{one.name}/__init__{end}" for end in all_suffixes())
+            elif is_needed and (one.name.endswith((".py", ".pyc", ".so")) or one.is_symlink()):
+                yield one.name
 
 
 def _check_inside(folder: Path, path: Path) -> None:
