@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal import wire
 from shoal.swarm.strategy.pending import MOST, MOST_PER_AUTHOR, PendingOffers
 from shoal.swarm.trust.ingress import VerifiedMessage
 from shoal.swarm.verification import Rounds
@@ -51,6 +52,19 @@ def test_no_number_of_offers_displaces_another_author_s_only_one(floods: Sequenc
     assert all(kept[author] == 1 for author in quiet)
     assert max(kept.values()) <= MOST_PER_AUTHOR
     assert len(waiting) <= MOST
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_long_offers_take_a_bounded_memory_and_displace_no_short_one(new: bool) -> None:
+    authors = ["quiet", *(f"loud{i}" for i in range(100))]
+    waiting, crowded_out = Waiting(*(authors if new else ())), set[str]()
+    waiting.says("quiet", "", "a" * 1000)
+    for author in authors[1:] * 3:
+        crowded_out.update(waiting.says(author, "", "b" * 300_000))
+    assert sum(len(wire.encode(offer)) for _, offer in waiting.values()) <= 16 << 20
+    assert len(waiting) > 50
+    assert waiting.authors()["quiet"] == 1
+    assert "quiet" not in crowded_out
 
 
 def test_a_crowd_of_newcomers_displaces_no_established_author_and_has_half_of_the_turns() -> None:

@@ -8,12 +8,15 @@ import random
 from collections import defaultdict
 from collections.abc import Callable
 
+from shoal import wire
 from shoal.swarm.trust.ingress import VerifiedMessage
 from shoal.swarm.wire.offer import Offer
 
 MOST = 256
 """Offers of established authors, and of newcomers."""
 MOST_PER_AUTHOR = 32
+MOST_BYTES = 16 << 20
+"""Encoded bytes of the offers of established authors, and of newcomers; in memory texts take up to four times these."""
 
 
 class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
@@ -23,6 +26,7 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
         super().__init__()
         self._of: defaultdict[str, dict[str, None]] = defaultdict(dict)
         """Ids of each author's offers, oldest first, so that an offer costs no walk through all others."""
+        self._bytes: dict[str, int] = {}
         self._said: dict[str, frozenset[int]] = {}
         """Hashes of each offer's answers to its question: joining the texts of long offers again takes seconds."""
 
@@ -30,26 +34,34 @@ class PendingOffers(dict[str, tuple[VerifiedMessage, Offer]]):
         """Adds an offer; returns the authors of offers that had to make room.
 
         The author with the most offers makes room, so an author's only offer is never displaced by one with several.
+        Of too many bytes the author with the most makes room, so a short offer is never displaced by long ones.
         """
-        crowded_out = None
-        if len(self._of.get(message.peer_id, ())) >= MOST_PER_AUTHOR:
-            crowded_out = message.peer_id
-        elif len(self) >= MOST:
-            newcomer = is_newcomer(message.peer_id)
-            alike = [author for author in self._of if is_newcomer(author) == newcomer]
-            if sum(len(self._of[author]) for author in alike) >= MOST:
-                crowded_out = max(alike, key=lambda author: len(self._of[author]))
-        if crowded_out is not None:
-            self.remove(next(iter(self._of[crowded_out])))
         self[message.id] = (message, content)
+        self._bytes[message.id] = len(wire.encode(content))
         self._said[message.id] = frozenset(hash((content.claim.question, one.said)) for one in content.rollouts)
         self._of[message.peer_id][message.id] = None
-        return [] if crowded_out is None else [crowded_out]
+        crowded_out = list[str]()
+        while (author := self._crowding(message.peer_id, is_newcomer)) is not None:
+            self.remove(next(iter(self._of[author])))
+            crowded_out.append(author)
+        return crowded_out
+
+    def _crowding(self, newest: str, is_newcomer: Callable[[str], bool]) -> str | None:
+        """Author that makes room after an offer of the `newest`; None while there is room."""
+        if len(self._of.get(newest, ())) > MOST_PER_AUTHOR:
+            return newest
+        if len(self) <= MOST and sum(self._bytes.values()) <= MOST_BYTES:
+            return None
+        alike = [author for author in self._of if is_newcomer(author) == is_newcomer(newest)]
+        sizes = {author: sum(self._bytes[key] for key in self._of[author]) for author in alike}
+        if sum(len(self._of[author]) for author in alike) > MOST:
+            return max(alike, key=lambda author: len(self._of[author]))
+        return max(alike, key=sizes.__getitem__) if sum(sizes.values()) > MOST_BYTES else None
 
     def remove(self, key: str) -> tuple[VerifiedMessage, Offer]:
         """Removes an offer and returns it. Raises `KeyError`."""
         message, content = self.pop(key)
-        del self._said[key]
+        del self._said[key], self._bytes[key]
         of_author = self._of[message.peer_id]
         del of_author[key]
         if not of_author:
