@@ -161,3 +161,38 @@ def test_a_program_that_sleeps_in_each_test_waits_once_for_all_tests_together() 
     (runs,) = with_scorer(1, work)
     assert isinstance(runs, Runs)
     assert [(one.ended, is_repeatable(one)) for one in runs.program] == [(Ended.KILLED_IDLE, True)]
+
+
+SILENT = "import signal, time\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\n"
+NEVER = f"{SILENT}signal.setitimer(signal.ITIMER_REAL, 0)\ndef add(a, b): time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("source", "code"),
+    [
+        (NEVER, "assert add(1, 2) == 3"),
+        ("def add(a, b): return 600", "import time\nassert time.sleep(add(1, 2)) == 3"),
+    ],
+)
+def test_a_judged_program_that_never_answers_holds_its_sandboxes_for_the_total_of_its_tests(
+    source: str, code: str
+) -> None:
+    async def work(scorer: CodeScorer) -> list[Runs | Exception]:
+        (job,) = jobs_of(Code(timeout_s=0.1), unit_tests([{"code": code}] * 20, "tests"))
+        return [*await scorer.run([(job, source)])]
+
+    (runs,) = with_scorer(1, work)
+    assert isinstance(runs, Runs)
+    assert runs.judge is not None
+    assert Ended.KILLED_IDLE in {one.ended for one in (*runs.program, runs.judge)}
+    assert is_repeatable(runs.judge)
+
+
+def test_a_program_waits_for_a_judge_that_works_and_a_judge_s_test_may_sleep() -> None:
+    codes = ["import time; time.sleep(0.5); assert add(1, 2) == 3", "sum(range(10**7)); assert add(1, 2) == 3"]
+
+    async def work(scorer: CodeScorer) -> list[Reward]:
+        tests: list[Json] = [{"code": code} for code in codes * 4]
+        return await scorer.score_by(Code(timeout_s=2.0), task(tests), [ADD])
+
+    assert [reward.value for reward in with_scorer(1, work)] == [1.0]

@@ -2,7 +2,6 @@
 
 import asyncio
 import marshal
-import math
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from shoal.reward.code import PYTEST_MEMORY_BYTES, WALL_START_S, Job, Runs, wall
 from shoal.sandbox.command import installed_packages
 from shoal.sandbox.program import Backend, Finished, Program, ProgramLimits
 from shoal.sandbox.runner import in_thread, run_async, strongest
+from shoal.sandbox.supervisor import Watch
 from shoal.types import Reward, RewardStatus, Task
 
 RETRIES = 2
@@ -121,11 +121,12 @@ class CodeScorer:
         memory_bytes = max(job.memory_bytes, PYTEST_MEMORY_BYTES) if job.needs_pytest else job.memory_bytes
         packages = installed_packages() if job.needs_pytest else ()
         judge = in_sandbox.program("judge", {"tests": tests}, packages=packages)
+        pair = list[Watch]()
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            program = asyncio.create_task(self._run(program_of(job, text), limits_of(job), theirs))
+            program = asyncio.create_task(self._run(program_of(job, text), limits_of(job), theirs, pair))
             try:
-                verdict = await self._run(judge, replace(limits_of(job), memory_bytes=memory_bytes), ours)
+                verdict = await self._run(judge, replace(limits_of(job), memory_bytes=memory_bytes), ours, pair)
                 await asyncio.wait([program], timeout=END_S)  # the socket is closed, so an honest program ends
             finally:
                 program.cancel()
@@ -134,9 +135,15 @@ class CodeScorer:
             return Runs((), verdict)
         return Runs((program.result(),), verdict)
 
-    async def _run(self, program: Program, limits: ProgramLimits, channel: socket.socket | None = None) -> Finished:
+    async def _run(
+        self,
+        program: Program,
+        limits: ProgramLimits,
+        channel: socket.socket | None = None,
+        pair: list[Watch] | None = None,
+    ) -> Finished:
         self.sandboxes += 1
-        return await run_async(program, limits, self._backend, channel)
+        return await run_async(program, limits, self._backend, channel, pair)
 
 
 def program_of(job: Job, text: str) -> Program:
@@ -153,7 +160,7 @@ def limits_of(job: Job) -> ProgramLimits:
     return ProgramLimits(
         wall_s=wall_s(job.total_s),
         cpu_s=job.total_s + START_S,
-        idle_s=math.inf if job.kind == "judge" else WALL_START_S + job.cpu_s,  # of all tests together
+        idle_s=WALL_START_S + (job.total_s if job.kind == "judge" else job.cpu_s),  # tests of a judge may sleep
         memory_bytes=job.memory_bytes,
         processes=PROCESSES,
         output_bytes=written,

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from shoal.errors import SandboxUnavailable
 from shoal.sandbox.program import Backend, Ended, Finished, Program, ProgramLimits
-from shoal.sandbox.supervisor import run_on
+from shoal.sandbox.supervisor import Watch, run_on
 
 _ADVICE = "install bubblewrap (on Debian and Ubuntu: apt install bubblewrap), or use Linux 6.2 or newer with Landlock"
 _TRIAL = Program("open('file', 'w').write('x'); print(input())", stdin=b"works")
@@ -136,14 +136,15 @@ async def run_async(
     limits: ProgramLimits = _DEFAULT,
     backend: Backend | None = None,
     channel: socket.socket | None = None,
+    pair: list[Watch] | None = None,
 ) -> Finished:
     """Runs a program in a thread; after a cancellation the program is gone before this returns.
 
-    A `channel` becomes the program's standard input, and is closed here.
+    For `channel` and `pair` see `run_on`.
     """
 
     def work() -> Finished:
-        return run_on(backend or strongest(), program, limits, stop, channel)
+        return run_on(backend or strongest(), program, limits, stop, channel, pair)
 
     with contextlib.ExitStack() as stack:
         try:

@@ -41,11 +41,13 @@ def run_on(
     limits: ProgramLimits,
     stop: int | None = None,
     channel: socket.socket | None = None,
+    pair: "list[Watch] | None" = None,
 ) -> Finished:
     """Runs a program to its end, or until the eventfd `stop` is written to.
 
-    A `channel` becomes its standard input, and is closed here. Raises `SandboxUnavailable` when the sandbox cannot be
-    set up, `ValueError` for files beyond the limit.
+    A `channel` becomes its standard input, and is closed here. Two programs that wait for each other share the list
+    `pair`: only time in which neither runs nor could run is idle, and it counts for both. Raises `SandboxUnavailable`
+    when the sandbox cannot be set up, `ValueError` for files beyond the limit.
     """
     size_bytes = sum(map(len, program.all_files.values()))
     if size_bytes > limits.file_bytes:
@@ -76,7 +78,7 @@ def run_on(
                     pass_fds=(their_status_fd, info_fd, files_fd),
                     start_new_session=True,
                 )
-            with _Watch(process, limits, backend, folder, status_fd, stop, program.tree) as watch:
+            with Watch(process, limits, backend, folder, status_fd, stop, program.tree, pair) as watch:
                 return watch.run()
     except OSError as error:  # no process, no descriptor, no memory, no space
         raise SandboxUnavailable(f"the {backend.value} sandbox failed: {error}") from None
@@ -141,7 +143,7 @@ def _memory_file(name: str, content: bytes) -> Iterator[int]:
 
 
 @dataclass(slots=True)
-class _Watch:
+class Watch:
     """One running program, as a context manager; leaving it removes the program.
 
     Invariant: `ended` gives the reason for a kill, and is set before the kill.
@@ -154,6 +156,7 @@ class _Watch:
     status_fd: int
     stop: int | None
     tree: WorkTree | None
+    pair: "list[Watch] | None" = None
     reports: bytearray = field(default_factory=bytearray)
     """Reports of the launcher."""
     outputs: dict[int, bytearray] = field(default_factory=dict)
@@ -167,13 +170,14 @@ class _Watch:
     ended: Ended | None = None
     stopped: bool = False
     cpu_s: float = 0.0
+    is_idle: bool = False
     idle_s: float = 0.0
     looked_s: float = 0.0
     """Time of the newest look at the program's usage."""
     next_walk_s: float = 0.0
     """Time of the next look at a work tree's files; walks take at most a twentieth of the time."""
 
-    def __enter__(self) -> "_Watch":
+    def __enter__(self) -> "Watch":
         try:
             self.launcher = os.pidfd_open(self.process.pid)
         except OSError:
@@ -186,9 +190,12 @@ class _Watch:
             assert stream is not None
             os.set_blocking(stream.fileno(), False)
             self.outputs[stream.fileno()] = bytearray()
+        if self.pair is not None:
+            self.pair.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.is_idle = True
         if self.process.returncode is None:  # an internal error, or Ctrl-C
             self._kill(self.first)
             self._kill(self.launcher)
@@ -283,7 +290,9 @@ class _Watch:
         if now_s > self.started_s + self.limits.wall_s:
             return Ended.KILLED_WALL
         usage = usage_of(self.first_pid)
-        if not usage.is_ready and usage.cpu_s <= self.cpu_s and self.looked_s:
+        self.is_idle = not usage.is_ready and usage.cpu_s <= self.cpu_s
+        is_whole = self.pair is None or len(self.pair) == 2
+        if self.looked_s and is_whole and all(one.is_idle for one in self.pair or (self,)):
             self.idle_s += now_s - self.looked_s
         self.looked_s = now_s
         self.cpu_s = max(self.cpu_s, usage.cpu_s)
