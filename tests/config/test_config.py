@@ -405,6 +405,7 @@ def key_of(config: Config, key: str) -> Any:
         ("tasks.0.params.day=1979-05-27", "tasks.0.params.day: expected text or a number, got the date 1979-05-27"),
         ("run_dir=\udcff", r"run_dir: expected text in UTF-8 without NUL, got '\udcff'"),
         ("train.steps=1000000000000", "train.steps: expected at most 1000000000, got 1000000000000"),
+        ("train.critic.lr=2", "train.critic.lr: expected at most 1, got 2"),
         ("swarm.fresh_s=1e300", "swarm.fresh_s: expected at most 1000000000, got 1e+300"),
         ("train.betas=[1, 2]", "train.betas.0: expected less than 1, got 1"),
         ("train.lr=inf", "train.lr: expected a finite number, got inf"),

@@ -70,6 +70,7 @@ WRONG: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (ADAM, {"beta2": 1.0}, "beta2"),
     (ADAM, {"eps": -1.0}, "eps"),
     (ADAM, {"weight_decay": 1e38}, "weight_decay"),
+    (ADAM, {"learning_rate": 4.0, "weight_decay": 0.5}, "weight_decay"),
     (("optim_step",), {"seq_id": None}, "seq_id"),
     (("optim_step",), {"seq_id": 0}, "seq_id"),
     (("optim_step",), {"optim_params": {}}, "adam_params"),

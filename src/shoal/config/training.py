@@ -201,7 +201,7 @@ class CriticConfig(Section):
     """The value head of `train.advantage = "gae"` (PPO)."""
 
     gae_lambda: float = Field(1.0, ge=0, le=1, description="0 trusts the critic alone, 1 the rewards alone.")
-    lr: float | None = Field(None, gt=0, description="Peak learning rate; train.lr when unset.")
+    lr: float | None = Field(None, gt=0, le=1, description="Peak learning rate; train.lr when unset.")
 
 
 class TrainConfig(Section):

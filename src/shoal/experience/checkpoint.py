@@ -44,7 +44,7 @@ def begin(run_dir: Path, step: int) -> Path:
     """
     folder = run_dir / FOLDER
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)
         for leftover in folder.iterdir():
             if leftover.name.endswith((_UNFINISHED, _REPLACED)):
                 shutil.rmtree(leftover)
@@ -67,7 +67,7 @@ def seal(run_dir: Path, step: int, *, keep: int = 2) -> Checkpoint:
         saved = {str(file.relative_to(begun)): (file.stat().st_size, checksum(file)) for file in files}
         if not saved:
             raise RunDirError(f"{begun} is empty: nothing was saved")
-        (begun / FILES).write_text(json.dumps(saved, sort_keys=True))
+        (begun / FILES).write_text(json.dumps(saved))
         for path in [*begun.rglob("*"), begun]:
             sync(path)
         if final.exists():

@@ -218,6 +218,11 @@ class Adam(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     grad_clip_norm: Annotated[float, Meta(ge=0)] = 0.0
     """Largest norm of the gradient; 0 for any."""
 
+    def __post_init__(self) -> None:
+        """Raises `ValueError` for a decay that would let weights grow: an update scales them by 1 - rate * decay."""
+        if (decay := self.learning_rate * self.weight_decay) >= 2:
+            raise ValueError(f"weight_decay: expected a product with learning_rate below 2, got {decay:g}")
+
 
 class Open(msgspec.Struct, frozen=True, tag=True):
     """Request to train an adapter of a model under a name."""
