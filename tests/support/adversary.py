@@ -24,8 +24,8 @@ from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
 from shoal.net.identity import Identity
 from shoal.rehearsal.clock import run_virtual
-from shoal.swarm.node import KNOWN_FILE, Node
-from shoal.swarm.peer import Joined
+from shoal.swarm.node import Node
+from shoal.swarm.peer import KNOWN_FILE, Joined
 from shoal.swarm.trust.claim_verification import OwnTasks
 from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.offer import Claim, GeneratorKind, Offer, OfferedRollout

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from shoal.cli import app
 from shoal.config import load
+from shoal.net.identity import Identity
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -81,10 +82,14 @@ def test_kubernetes_runs_commands_that_exist_and_its_services_find_their_pods() 
 def test_an_invitation_is_a_line_that_joins_with_address_key_and_data_sets(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
+        f'run_dir = "{tmp_path}/runs/latest"\n'
         '[[tasks]]\nname = "gcd"\n[[tasks]]\nname = "guess_number"\nservice = "turns"\n'
         '[swarm]\nservers = ["nats://10.0.0.7:4222"]\nname = "reef"\n'
     )
     key = tmp_path / "guest.nk"
+    swarm = tmp_path / "runs" / "latest" / "swarm"
+    own, known = Identity.load(swarm / "identity.pem").peer_id, [f"{number:032x}" for number in range(20)]
+    (swarm / "known.txt").write_text("\n".join([own, *known]))
     done = CliRunner().invoke(app, ["swarm", "invite", str(config), "--token", "a b", "--nkey", str(key), "--json"])
     assert done.exit_code == 0, done.output
     made = json.loads(done.output.splitlines()[-1])
@@ -98,5 +103,6 @@ def test_an_invitation_is_a_line_that_joins_with_address_key_and_data_sets(tmp_p
     joined = load(guest, words[3:]).swarm
     assert joined.servers == ["nats://a%20b@10.0.0.7:4222"]
     assert (joined.name, joined.datasets, joined.external_groups) == ("reef", ["gcd"], 4)
+    assert joined.known == [own, *known[:15]]
     again = CliRunner().invoke(app, ["swarm", "invite", str(config), "--nkey", str(key)])
     assert again.exit_code != 0

@@ -104,6 +104,13 @@ def test_the_status_lists_a_bounded_number_of_peers_the_most_taken_first(tmp_pat
     assert list(shown) == [*peers[-5:], *peers[: STATUS_PEERS - 5]]
 
 
+def test_peers_of_the_configuration_and_of_known_txt_are_established_from_the_start(tmp_path: Path) -> None:
+    letters, (named, kept) = letters_in(tmp_path), ("0" * 32, "1" * 32)
+    (tmp_path / "known.txt").write_text(f"{kept}\n")
+    config = Config(tasks=[letters], swarm=SwarmConfig(known=[named]))
+    assert made(tmp_path, JsonlService(letters, 0), config, MemorySwarm()).ingress.established == (named, kept)
+
+
 @pytest.mark.parametrize(("take", "least", "most"), [("uniform", 4, 4), ("trusted", 1, 2)])
 def test_uniform_has_no_cap_on_newcomers_and_a_step_waits_for_its_groups(
     tmp_path: Path, take: str, least: int, most: int

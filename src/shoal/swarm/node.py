@@ -21,7 +21,7 @@ from statistics import fmean
 
 from shoal.errors import WireError
 from shoal.interfaces import Logprobs, Renderer, Scorer
-from shoal.swarm.peer import BANNED_FILE, Joined, NodeCounts, Peer, ban_in, read_lines
+from shoal.swarm.peer import BANNED_FILE, KNOWN_FILE, Joined, NodeCounts, Peer, ban_in, read_lines
 from shoal.swarm.strategy.choice import sharer_of, taker_of
 from shoal.swarm.strategy.ready_pool import ReadyPool
 from shoal.swarm.strategy.sharing import Outbox
@@ -37,8 +37,6 @@ NEWCOMER_REST = 4.0
 """Rest of newcomers after a newcomer's offer, relative to its time: a crowd of liars takes a fifth of the time.
 
 None with `take = "uniform"`, which knows no newcomers."""
-KNOWN_FILE = "known.txt"
-"""File in a node's folder with the established peers, for its next process; people may add to it in between."""
 READY_PER_GROUP = 8
 """Verified offers per group that a step wants: enough to choose from, few enough to be fresh."""
 STATUS_PEERS = 256
@@ -90,7 +88,7 @@ class Node(Peer):
         )
         self.verification.taken.update((group.origin.message_id, None) for group in trained if group.origin)
         self._before = self._totals()
-        for peer_id in self.remembered(KNOWN_FILE).split():
+        for peer_id in (*settings.known, *self.remembered(KNOWN_FILE).split()):
             self.ingress.vouch(peer_id)
 
     def offer(self, group: Group) -> None:

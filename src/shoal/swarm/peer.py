@@ -29,6 +29,8 @@ from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.offer import Offer
 
 BANNED_FILE = "banned.txt"
+KNOWN_FILE = "known.txt"
+"""File in a node's folder with the established peers, for its next process; people may add to it in between."""
 STATUS_FILE = "status.json"
 SESSION_FILE = "session"
 INTAKE_PER_S = 60.0

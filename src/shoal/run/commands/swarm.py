@@ -9,21 +9,24 @@ from pathlib import Path
 
 from shoal.config import Config, RewardConfig, TaskConfig, load
 from shoal.config.urls import checked_url
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, RunDirError
 from shoal.net.identity import Identity
 from shoal.net.server import PER_ADDRESS, serving, until_cancelled
 from shoal.reward.service import RewardService
-from shoal.run.join_swarm import joined_peer
+from shoal.run.join_swarm import FOLDER, joined_peer
 from shoal.swarm.generator import ChatModel, Generator, GeneratorPace, RuleSolver
 from shoal.swarm.human.human_node import HumanNode, QuestionPace
 from shoal.swarm.human.server import HumanServer
 from shoal.swarm.judge.judging import Judge, JudgeServer, Rules
 from shoal.swarm.judge.store import JudgeStore
+from shoal.swarm.peer import KNOWN_FILE, read_lines
 from shoal.swarm.wire.invitation import guest_key, invitation
 from shoal.tasks.library import library_of
 from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService, Spec
 from shoal.types import Split
 
+MOST_NAMED = 16
+"""Peers that an invitation names."""
 REPORT_S = 10.0
 """Seconds between two lines of a generator."""
 
@@ -43,9 +46,19 @@ def answerer_of(
 def invite(config: Config, token: str, nkey: Path | None) -> dict[str, object]:
     """Figures of an invitation, with its `line`; makes the guest's key if so asked. Raises a `ShoalError`."""
     with library_of(config) as library:
-        made = invitation(config, library.services, token, str(nkey or ""))
+        made = invitation(config, library.services, _known(config), token, str(nkey or ""))
     public_key = guest_key(nkey) if nkey is not None else ""
     return {**asdict(made), "line": made.line, "public_key": public_key}
+
+
+def _known(config: Config) -> list[str]:
+    """Ids of a run's own node and of some peers that it trusts; none before its first start. Raises `ShoalError`."""
+    folder = Path(config.run_dir) / FOLDER
+    own = [Identity.load(key).peer_id] if (key := folder / "identity.pem").exists() else []
+    try:
+        return list(dict.fromkeys([*own, *config.swarm.known, *read_lines(folder / KNOWN_FILE)]))[:MOST_NAMED]
+    except OSError as error:
+        raise RunDirError(f"{folder / KNOWN_FILE} cannot be read: {error.strerror}") from error
 
 
 async def generate(

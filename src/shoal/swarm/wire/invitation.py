@@ -52,25 +52,29 @@ class Invitation:
     """URLs, with the token if there is one."""
     name: str
     datasets: tuple[str, ...]
+    known: tuple[str, ...] = ()
+    """Ids of the host's node and of peers that it trusts, so that no crowd of strangers comes before them."""
     credentials: str = ""
     """File with the seed of the guest's nkey; empty if a token is the key, or none is needed."""
 
     @property
     def line(self) -> str:
         """The command of a node that joins; `RUN.toml` is its own configuration."""
-        settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets}
+        settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets, "known": self.known}
         words = [f"--swarm.{name}={shlex.quote(json.dumps(value))}" for name, value in settings.items() if value]
         before = f"{CREDENTIALS}={shlex.quote(self.credentials)} " if self.credentials else ""
         return " ".join([f"{before}shoal train RUN.toml", "--swarm.external_groups=4", *words])
 
 
-def invitation(config: Config, services: Sequence[Environment], token: str, credentials: str = "") -> Invitation:
+def invitation(
+    config: Config, services: Sequence[Environment], known: Sequence[str], token: str, credentials: str = ""
+) -> Invitation:
     """Builds the invitation to the swarm of a configuration. Raises `ConfigError` and `TaskError`."""
     if not config.swarm.servers:
         raise ConfigError("swarm.servers: expected the address at which guests reach the swarm, got none")
     servers = tuple(_with_token(url, token) for url in config.swarm.servers)
     datasets = tuple(one.spec.dataset for one in services if isinstance(one, ReasoningGymService))
-    return Invitation(servers, config.swarm.name, datasets, credentials)
+    return Invitation(servers, config.swarm.name, datasets, tuple(known), credentials)
 
 
 def guest_key(path: Path) -> str:
