@@ -8,7 +8,7 @@ from shoal.config import Config, parse
 from shoal.errors import ConfigError
 from shoal.model.file_sizes import shapes_of
 from shoal.net.process import torch_environment
-from shoal.run.machine.memory import CONTEXT_BYTES, Fit, fitted, memory_of_gpu, trainer_mesh
+from shoal.run.machine.memory import CONTEXT_BYTES, Fit, engine_bytes, fitted, memory_of_gpu, trainer_mesh
 
 ROW_TOKENS = 600
 
@@ -32,6 +32,22 @@ def test_a_large_gpu_gets_the_largest_micro_batch_and_a_small_one_less(tmp_path:
     assert small.needed_bytes <= CONTEXT_BYTES + own / 8
     with pytest.raises(ConfigError, match=r"expected a step that fits its GPUs, got .* GB of each GPU"):
         planned(tmp_path, tiny_model_dir, CONTEXT_BYTES, "model.gradient_checkpointing=true")
+
+
+@pytest.mark.parametrize(
+    ("settings", "engines"),
+    [
+        (("engine.gpus=shared", "engine.count=5"), 2),
+        (("engine.gpus=[0, 1, 4, 4, 4]", "engine.count=5", "train.gpus=[0, 1, 2, 3]"), 1),
+        (("engine.gpus=shared", 'engine.urls=["http://127.0.0.1:1"]'), 0),
+    ],
+)
+def test_engines_on_the_gpu_of_a_rank_leave_a_step_less_memory(
+    settings: tuple[str, ...], engines: int, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    config, fit = planned(tmp_path, tiny_model_dir, memory_of_gpu("h200"), *settings)
+    kept = sum(engine_bytes(config, tiny_model_dir, ROW_TOKENS).values())
+    assert fit.gpu_bytes == memory_of_gpu("h200") - engines * kept
 
 
 def test_an_unknown_gpu_is_refused_by_name() -> None:

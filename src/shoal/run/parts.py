@@ -32,7 +32,7 @@ from shoal.rollout.single_turn import Runners, SingleTurn
 from shoal.run.backup import KEY_FILE
 from shoal.run.engines import RunEngines, engines
 from shoal.run.machine.devices import gpu_bytes
-from shoal.run.machine.memory import Mesh, engine_bytes, fitted, trainer_mesh
+from shoal.run.machine.memory import Mesh, fitted, trainer_mesh
 from shoal.run.policy import Policy
 from shoal.run.prepare import Prepared, agents_of
 from shoal.run.roles import OnEvent, opened_roles
@@ -159,8 +159,6 @@ async def _ranks(
 def _fitting(prepared: Prepared, mesh: Mesh, memory: int, on_stage: Callable[[str], None]) -> Config:
     """Settings with which a step fits the ranks' GPUs, in words too. Raises `ConfigError` if none does."""
     config = prepared.config
-    if config.engine.gpus == "shared":
-        memory -= sum(engine_bytes(config, prepared.model_dir, prepared.row_tokens).values())
     on_stage(str(mesh))
     try:
         config, fit = fitted(config, prepared.model_dir, mesh, prepared.row_tokens, memory)

@@ -106,6 +106,14 @@ def engine_bytes(config: Config, model_dir: Path, row_tokens: int) -> dict[str, 
     return {"weights": numbers * number_bytes, "kv": running * kv_row * number_bytes}
 
 
+def _engines_of_rank(config: Config) -> int:
+    """Engines on the GPU of a rank, at most."""
+    chosen, count, ranks = config.engine.gpus, config.engine.count, config.train.ranks
+    if config.engine.urls or config.cluster.trainer:
+        return 0
+    return -(-count // ranks) if chosen == "shared" else max(map(chosen.count, config.train.gpus), default=0)
+
+
 def check_fits(config: Config, model_dir: Path, machine_bytes: int | None = None) -> None:
     """Raises `ConfigError` when this host's ranks keep more than the machine's main memory and swap."""
     have = machine_bytes or psutil.virtual_memory().total + psutil.swap_memory().total
@@ -171,6 +179,7 @@ def fitted(config: Config, model_dir: Path, mesh: Mesh, row_tokens: int, gpu_byt
 
     Raises `ConfigError` when none fits, with a setting that would help, and `ModelError` when no fake step runs.
     """
+    gpu_bytes -= _engines_of_rank(config) * sum(engine_bytes(config, model_dir, row_tokens).values())
     own = "gradient_checkpointing" in config.model.model_fields_set
     kinds = (config.model.gradient_checkpointing,) if own else (False, True)
     asked = config.train.tokens_per_microbatch
