@@ -109,7 +109,9 @@ def test_users_return_from_a_bad_version_also_past_a_kill(tmp_path: Path, models
         asked += len(sessions(client, 200, wanted))
         assert (state(client)["stage"], asked <= 200) == ("returned", True)
         assert answers(client, 10) == {wanted}
-    assert "returned to the old Version: the new one is worse by at least" in (back / "stderr").read_text()
+    said = (back / "stderr").read_text()
+    assert before["sentence"] in said
+    assert "returned to the old Version: the new one is worse by at least" in said
 
 
 def test_a_better_version_gets_all_users_and_the_old_engine_is_needed_no_more(

@@ -5,12 +5,14 @@ import math
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from buffer_values import group
 from chat_templates import renderer
 from shoal.experience.held_out import HeldOutAnswer, write_answers
 from shoal.run.commands.bisect import (
@@ -88,6 +90,37 @@ def test_the_largest_step_is_tried_early_though_it_helps_to_first_order() -> Non
     weights = {step: (1.0 / step, 1.0) for step in range(1, 16)} | {7: (-1.0, 100.0)}
     assert asyncio.run(search.fewest(weights, "steps")) == [7]
     assert len(search.trials) == 3
+
+
+class KnownTokens(Bisection):
+    """A search whose trials are cured without step 7, its group "a" or the second token of that."""
+
+    async def measure_ends(self) -> None:
+        self.scores = (1.0, 0.0)
+
+    async def weights(self) -> dict[tuple[str, int, int], tuple[float, float]]:
+        self.step_of |= {"before": 6, "silent": 7, "a": 7}
+        return {("before", 0, 1): (1.0, 1.0), ("a", 0, 1): (0.5, 1.0), ("a", 0, 2): (2.0, 2.0)}
+
+    async def cured(self, left_out: str, parts: Set[int | str | tuple[str, int, int]]) -> bool:
+        return bool(parts & {7, "a", ("a", 0, 2)})
+
+
+def test_a_group_without_trained_tokens_is_one_of_its_step_and_harms_nothing() -> None:
+    made = renderer("qwen3")
+    ids = tuple(made.token_ids("one"))[:1] * 3
+    rows = {name: (Sample(ids, (0, 1, 1), (0.0, -1.0, -1.0), (-1, 0, 0), (0.0, 1.0, 1.0)),) for name in ("silent", "a")}
+
+    async def rows_of(groups: object, version: int) -> StepRows:
+        return StepRows(rows)
+
+    of_step = {6: [group("before")], 7: [group("silent"), group("a")]}
+    logged = SimpleNamespace(groups=of_step.__getitem__, records={7: SimpleNamespace(version=7)})
+    replay = cast(Replay, SimpleNamespace(logged=logged, steps=SimpleNamespace(rows=rows_of)))
+    found = asyncio.run(KnownTokens(replay, SCORE, 5, 7, str).culprit(made))
+    assert (found.steps, [one.id for one in found.groups]) == ([7], ["a"])
+    assert (found.tokens, found.texts) == ([("a", 0, 2)], {"a": [made.text(ids[:1])]})
+    assert found.counts == (2, 2)
 
 
 def test_the_rows_of_a_score_are_right_answers_after_their_questions_as_the_model_would_write_them(

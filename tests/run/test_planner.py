@@ -22,7 +22,9 @@ def planned(folder: Path, model: Path, gpu_bytes: int, *settings: str) -> tuple[
     return fitted(config, model, trainer_mesh(config, shapes_of(model), gpu_bytes), ROW_TOKENS, gpu_bytes)
 
 
-def test_a_large_gpu_gets_the_largest_micro_batch_and_a_small_one_less(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_a_large_gpu_gets_the_largest_micro_batch_and_a_small_one_less_or_checkpointing_and_no_moments(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     config, large = planned(tmp_path, tiny_model_dir, memory_of_gpu("h200"))
     assert (config.train.tokens_per_microbatch, large.checkpointing) == (32768, False)
     assert large.fits
@@ -30,6 +32,10 @@ def test_a_large_gpu_gets_the_largest_micro_batch_and_a_small_one_less(tmp_path:
     config, small = planned(tmp_path, tiny_model_dir, int(CONTEXT_BYTES + own / 8))
     assert config.train.tokens_per_microbatch == small.tokens < 32768 / 4
     assert small.needed_bytes <= CONTEXT_BYTES + own / 8
+    settings = ("train.tokens_per_microbatch=32768", "train.offload=optimizer")
+    config, saving = planned(tmp_path, tiny_model_dir, int(CONTEXT_BYTES + own * 0.7), *settings)
+    assert (config.train.tokens_per_microbatch, config.model.gradient_checkpointing) == (32768, True)
+    assert large.moments > saving.moments == 0
     with pytest.raises(ConfigError, match=r"expected a step that fits its GPUs, got .* GB of each GPU"):
         planned(tmp_path, tiny_model_dir, CONTEXT_BYTES, "model.gradient_checkpointing=true")
 

@@ -1,11 +1,14 @@
 """What a run did is computed again from its log, bit for bit; what differs is found."""
 
+import asyncio
 import json
 import shutil
 import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,8 @@ from command import shoal
 from shoal import wire
 from shoal.experience import archive
 from shoal.experience.log import BODY_BYTES, FILE, read, reading, weights_of
+from shoal.experience.schema import StepRecord
+from shoal.run.commands.replay import BEGINNING, Replay
 from shoal.types import Rollout
 from train_runs import events, finished
 
@@ -76,3 +81,22 @@ def test_weights_of_archived_steps_are_read_from_the_archive(run: Path) -> None:
         assert weights_of(connection, 5) is None
     assert read(run, lambda connection: weights_of(connection, 5)) is not None
     assert "replay_not_exact" not in events(run)
+
+
+def test_the_kept_state_of_a_step_is_that_after_it(tmp_path: Path) -> None:
+    taken: list[int] = []
+    states: dict[str, list[int]] = {}
+
+    async def repeat(record: StepRecord, *_: object) -> None:
+        taken.append(record.step)
+
+    async def save(directory: Path) -> None:
+        states[directory.name] = taken.copy()
+
+    records = {step: StepRecord(step, step, step) for step in range(4)}
+    logged: Any = SimpleNamespace(records=records, groups=lambda step: [step])
+    steps: Any = SimpleNamespace(repeat=repeat)
+    trainer: Any = SimpleNamespace(save=save)
+    replay = Replay(logged, steps, trainer, tmp_path, saved={BEGINNING: tmp_path})
+    asyncio.run(replay.keep_after(2))
+    assert (states, replay.at) == ({"state-2": [0, 1, 2]}, 2)

@@ -12,6 +12,7 @@ from engine_models import plain
 from shoal.config import Config, TaskConfig, parse
 from shoal.config.settings import StageConfig
 from shoal.errors import ConfigError, RunDirError, TaskError
+from shoal.experience.checkpoint import checkpoints
 from shoal.experience.log import locked
 from shoal.model.renderer_loading import load_renderer
 from shoal.run.commands.supervised import run_stages, run_supervised, trained_rows, turns_of
@@ -152,7 +153,10 @@ def test_every_turn_of_the_assistant_is_taught_and_nothing_else(tiny_model_dir: 
 def test_a_resumed_stage_gets_the_weights_of_one_that_never_ended(tiny_model_dir: Path, tmp_path: Path) -> None:
     data = conversations(tmp_path / "sums.jsonl")
     whole = config_of(tiny_model_dir, tmp_path / "whole", loss="positive_only", steps=6, groups_per_step=5)
-    run_supervised(whole, data)
+    run_supervised(
+        whole.model_copy(update={"checkpoint": whole.checkpoint.model_copy(update={"every_steps": 4})}), data
+    )
+    assert [one.step for one in checkpoints(tmp_path / "whole")] == [3, 5]
     part = config_of(tiny_model_dir, tmp_path / "part", loss="positive_only", steps=3, groups_per_step=5)
     run_supervised(part, data)
     run_supervised(whole.model_copy(update={"run_dir": part.run_dir}), data, resume=True)
