@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from shoal.config import Config, load, parse
-from shoal.errors import ConfigError, RunDirError, SandboxUnavailable
+from shoal.errors import ConfigError, RunDirError, SandboxUnavailable, TaskError
 from shoal.experience.buffer import Buffer
 from shoal.model.file_sizes import shapes_of
 from shoal.net.listening import listening_socket, url_of
@@ -130,6 +130,16 @@ def test_a_plan_counts_what_the_trainer_keeps_for_adapters_in_place_of_all_weigh
     parameters = int(str(whole["parameters"]))
     assert whole["trainer_memory_mb"] == pytest.approx(16 * parameters / 1e6, abs=0.11)
     assert adapted["trainer_memory_mb"] == pytest.approx((16 * numbers + 4 * parameters) / 1e6, abs=0.11)
+
+
+def test_a_plan_of_stages_has_the_largest_trainer_and_reads_their_files(tmp_path: Path, tiny_model_dir: Path) -> None:
+    rows = tmp_path / "talks.jsonl"
+    stages = f'stages=[{{kind="rl"}}, {{kind="sft", data="{rows}", train={{lora={{rank=0}}}}}}]'
+    with pytest.raises(TaskError, match=r"talks\.jsonl: JSONL file not found"):
+        planned(tmp_path, tiny_model_dir, "train.lora.rank=8", stages)
+    rows.write_text("{}\n")
+    found = planned(tmp_path, tiny_model_dir, "train.lora.rank=8", stages)
+    assert found["trainer_memory_mb"] == planned(tmp_path, tiny_model_dir)["trainer_memory_mb"]
 
 
 def test_a_model_whose_training_exceeds_the_machine_s_memory_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from functools import reduce
 from math import prod
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal import checker
@@ -19,6 +20,7 @@ from shoal.run.machine.devices import gpu_bytes
 from shoal.run.machine.memory import engine_bytes, fitted, memory_of_gpu, trainer_mesh
 from shoal.run.prepare import Prepared, check_start, prepare
 from shoal.run.run_dir import own_mathematics
+from shoal.tasks.jsonl import rows_of
 from shoal.trainer.advantage import own_advantage
 from shoal.types import Split
 
@@ -39,6 +41,9 @@ def plan(config: Config, *, resume: bool = False, gpu: str = "") -> dict[str, ob
             own_loss(name)
         else:
             own_advantage(name)
+    for stage in config.stages:
+        for _ in rows_of(Path(stage.data)) if stage.data else ():
+            pass  # a file that cannot be read would end the run when its stage begins
     with prepare(config, dry=True) as prepared:
         unreached = run_blocking(check_urls(config, list(prepared.environments.values())))
         given = {f"not reached: {url}": why for url, why in unreached.items()}
@@ -48,9 +53,12 @@ def plan(config: Config, *, resume: bool = False, gpu: str = "") -> dict[str, ob
 def _described(prepared: Prepared, memory: int) -> dict[str, object]:
     config = prepared.config
     rows = config.train.groups_per_step * config.rollout.group_size
-    mesh = trainer_mesh(config, shapes_of(prepared.model_dir), memory)
+    shapes = shapes_of(prepared.model_dir)
+    stages = [config.stage(index) for index in range(len(config.stages))] or [config]
+    largest = max(stages, key=lambda stage: trainer_mesh(stage, shapes, memory).state_bytes)
+    mesh = trainer_mesh(largest, shapes, memory)
     engine = engine_bytes(config, prepared.model_dir, prepared.row_tokens)
-    fit = fitted(config, prepared.model_dir, mesh, prepared.row_tokens, memory)[1] if memory else None
+    fit = fitted(largest, prepared.model_dir, mesh, prepared.row_tokens, memory)[1] if memory else None
     settings = config.model_dump(mode="json")
     preset = {
         f"{config.preset}: {key}": reduce(lambda node, part: node[part], key.split("."), settings)
@@ -59,7 +67,7 @@ def _described(prepared: Prepared, memory: int) -> dict[str, object]:
     bound = config.asynchrony.max_staleness
     return {
         "model": str(prepared.model_dir),
-        "parameters": sum(map(prod, shapes_of(prepared.model_dir).values())),
+        "parameters": sum(map(prod, shapes.values())),
         "tasks": ", ".join(task.name for task in config.tasks),
         "steps": config.train.steps,
         "rollouts_per_step": rows,
