@@ -13,7 +13,7 @@ from shoal.experience import archive
 from shoal.experience.audit import audit
 from shoal.experience.counts import task_counts
 from shoal.experience.export import export_jsonl
-from shoal.experience.log import FILE, external_groups, snapshot
+from shoal.experience.log import FILE, newest_groups, snapshot
 from shoal.experience.schema import RunMeta
 
 META = RunMeta(max_staleness=1, late="drop", groups_per_step=2, push_every=1)
@@ -49,7 +49,9 @@ def seen(run_dir: Path) -> tuple[object, ...]:
     assert report.ok, report.sentences()
     export_jsonl(run_dir, run_dir / "rows.jsonl")
     with snapshot(run_dir) as connection:
-        foreign = external_groups(connection, 99)
+        known, newest = list(newest_groups(connection, 99, 99)), list(newest_groups(connection, 1, 1))
+    own, foreign = ([one for one in known if one.external is external] for external in (False, True))
+    assert sorted(one.id for one in newest) == sorted([own[-1].id, foreign[-1].id])
     rows = (run_dir / "rows.jsonl").read_text()
     assert [one.origin.peer_id for one in foreign] == ["reef"] * (STEPS // 3)
     assert task_counts(run_dir)["chain_sum"].external == STEPS // 3

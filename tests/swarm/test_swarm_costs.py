@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +10,11 @@ import pytest
 from test_swarm_envelope import nested
 
 from benchmarks.memory_swarm import MemoryExchange, MemorySwarm
+from buffer_values import open_buffer
 from shoal import wire
 from shoal.config import Config, RewardConfig, SwarmConfig, TaskConfig
 from shoal.config.settings import RolloutConfig
+from shoal.experience.log import newest_groups, snapshot
 from shoal.model.renderer_loading import load_renderer
 from shoal.net.identity import Identity
 from shoal.reward.service import RewardService
@@ -85,6 +87,7 @@ def beside(
     body: Callable[[Reef], Awaitable[None]],
     most_answers: int = 8,
     clock: Callable[[], float] = time.time,
+    known: Iterable[Group] = (),
 ) -> None:
     """Runs `body` beside a node."""
 
@@ -95,7 +98,7 @@ def beside(
             swarm = SwarmConfig(external_groups=4)
             config = Config(tasks=TASKS, rollout=RolloutConfig(group_size=most_answers), swarm=swarm)
             joined = Joined(hub.join(), own, Identity.fresh(), folder, config, clock=clock)
-            node = Node(joined, scorer, load_renderer(model), 1024)
+            node = Node(joined, scorer, load_renderer(model), 1024, known=known)
             running = asyncio.ensure_future(node.run())
             await body(Reef(node, hub, tasks, [await own.claim(task) for task in tasks]))
             assert not running.done()
@@ -235,7 +238,7 @@ def test_own_answers_are_never_taken_back_whatever_is_changed_or_added(
 ) -> None:
     task, contents = library.services[0].draw(Split.TRAIN, 0), Contents()
     for texts in (["five heads, so the answer is one half", "two coins were thrown, so it is 1/4"], ["a", "b", "b"]):
-        contents.own(answered(task, *texts))
+        contents.remember(answered(task, *texts))
         assert contents.repeats(task, [*map(made, texts), *junk], "stranger", 0.0)
     assert not contents.repeats(task, ["a", "c"], "stranger", 0.0)
 
@@ -264,7 +267,7 @@ def test_long_answers_of_several_offers_are_copies_together_too(library: Library
 
 def test_different_answers_in_another_script_are_no_copies(library: Library) -> None:
     task, contents = library.services[0].draw(Split.TRAIN, 0), Contents()
-    contents.own(
+    contents.remember(
         answered(task, "бросили две монеты, поэтому одна четвёртая", "значит, ответ равен одной второй, то есть 1/2")
     )
     assert not contents.repeats(
@@ -272,12 +275,39 @@ def test_different_answers_in_another_script_are_no_copies(library: Library) -> 
     )
 
 
+def test_a_run_that_goes_on_knows_its_own_answers_when_a_stranger_offers_them(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    task = library.services[0].draw(Split.TRAIN, 0)
+    said = (
+        str(task.answer),
+        "these numbers have no sum that is known to me",
+        "their sum is beyond all that I can count to",
+    )
+
+    async def earlier() -> None:
+        buffer = open_buffer(tmp_path / "run")
+        await buffer.admit("x", task.service)
+        await buffer.add(answered(task, *said))
+        await buffer.close()
+
+    async def body(reef: Reef) -> None:
+        await reef.stranger(known=True).says(reef.claims[0], *said)
+        await until(lambda: reef.node.ingress.refused[Reason.REPEATED] or reef.node.ready)
+        assert reef.node.ready == 0
+
+    asyncio.run(earlier())
+    with snapshot(tmp_path / "run") as connection:
+        beside(library, tmp_path / "node", tiny_model_dir, body, known=newest_groups(connection, 9, 9))
+
+
 def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:
     task = library.services[0].draw(Split.TRAIN, 0)
     answered = tuple(
         Rollout(text, (*task.messages, Message(Role.ASSISTANT, text)), (), Reward(0.0)) for text in ("a", "b")
     )
-    contents = Contents([Group("x", task, answered, 0)])
+    contents = Contents()
+    contents.remember(Group("x", task, answered, 0))
     assert contents.repeats(task, ["A ", "b"], "x", 0.0)
     assert not contents.repeats(task, ["A ", "c"], "x", 0.0)
     assert [contents.take(task, ["c"], author, 100.0) for author in "xyx"] == [True, True, False]

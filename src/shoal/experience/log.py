@@ -350,10 +350,14 @@ def read_step(connection: sqlite3.Connection, step: int) -> list[Group]:
     return [group for _, group in _groups(connection, consumed, step)]
 
 
-def external_groups(connection: sqlite3.Connection, most: int) -> list[Group]:
-    """The newest groups of peers that were trained on, oldest first."""
-    newest = "WHERE peer_id IS NOT NULL ORDER BY finished_seq DESC LIMIT ?"
-    return [group for _, group in _groups(connection, newest, most)][::-1]
+def newest_groups(connection: sqlite3.Connection, own: int, external: int) -> Iterator[Group]:
+    """So many of the newest own groups, and of those of peers that were trained on, oldest first."""
+    newest = (
+        "finished_seq IN (SELECT finished_seq FROM groups JOIN started USING (group_id) WHERE peer_id IS {} "
+        "ORDER BY finished_seq DESC LIMIT ?{})"
+    )
+    which = f"WHERE {newest.format('NULL', 1)} OR {newest.format('NOT NULL', 2)} ORDER BY finished_seq"
+    return (group for _, group in _groups(connection, which, own, external))
 
 
 def usable_groups(connection: sqlite3.Connection, service: str, newest: int) -> Iterator[Group]:

@@ -22,7 +22,7 @@ from shoal.config import Config, refuse_masked
 from shoal.errors import ChildDied, ConfigError, WorkerLost
 from shoal.experience import checkpoint
 from shoal.experience.buffer import Buffer
-from shoal.experience.log import external_groups, snapshot
+from shoal.experience.log import newest_groups, snapshot
 from shoal.experience.schema import StepRecord
 from shoal.interfaces import Exchange, Scorer, Worker
 from shoal.net.process import cores
@@ -59,8 +59,8 @@ PARITY_TOKENS = 24
 MOST_RANK_GROUPS = 16
 """Groups of ranks that a run may lose in an hour; it goes on from its log with the next one."""
 HOUR_S = 3600.0
-MOST_REMEMBERED = 16_384
-"""External groups that a resumed run remembers as trained."""
+MOST_REMEMBERED, MOST_OWN = 16_384, 4096
+"""Groups of peers and own groups that a resumed run remembers: reading a group takes 2 ms."""
 
 
 class LostGroups:
@@ -203,8 +203,9 @@ async def swarm_node(prepared: Prepared, scorer: Scorer, exchange: Exchange | No
             log = run_dir / "logs" / "peers.log"
             scorer = await stack.enter_async_context(own_scorer(alone, log))
         with snapshot(run_dir) as connection:
-            trained = external_groups(connection, MOST_REMEMBERED)
-        yield Node(joined, scorer, prepared.renderer, prepared.max_model_len, trained=trained)
+            known = newest_groups(connection, MOST_OWN, MOST_REMEMBERED)
+            node = Node(joined, scorer, prepared.renderer, prepared.max_model_len, known=known)
+        yield node
 
 
 async def _run(policy: Policy, parts: RunParts) -> Result:

@@ -15,7 +15,7 @@ from peers nor a lost connection ends a run.
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -56,12 +56,12 @@ class Node(Peer):
         max_model_len: int,
         *,
         threads: bool = True,
-        trained: Sequence[Group] = (),
+        known: Iterable[Group] = (),
     ) -> None:
         """Raises `ConfigError`.
 
-        `trained` lists external groups of this run's earlier process: the exchange sends its kept frames again. Without
-        `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
+        `known` are groups of this run's earlier process: the exchange sends its kept frames again, and strangers may
+        copy them. Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
         super().__init__(joined)
         config, settings = joined.config, joined.config.swarm
@@ -78,7 +78,7 @@ class Node(Peer):
                 lambda peer_id: not uniform and self.ingress.is_newcomer(peer_id),  # SAPO's taker knows none
             ),
             Rounds(settings.round_offers, config.train.groups_per_step),
-            Contents(trained),
+            Contents(),
             rng,
             self._clock,
             self.fresh_s,
@@ -86,14 +86,17 @@ class Node(Peer):
             self._write_bans,
             refuses_repeats=not uniform,  # SAPO leaves out groups without an advantage, and no others
         )
-        self.verification.taken.update((group.origin.message_id, None) for group in trained if group.origin)
+        for group in known:
+            self.verification.contents.remember(group)
+            if group.origin is not None:
+                self.verification.taken[group.origin.message_id] = None
         self._before = self._totals()
         for peer_id in (*settings.known, *self.remembered(KNOWN_FILE).split()):
             self.ingress.vouch(peer_id)
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
-        self.verification.contents.own(group)
+        self.verification.contents.remember(group)
         self.tally.unsent += self._outbox.put(group, self._clock())
 
     async def take(self, version: int, logprobs: Logprobs) -> list[Group]:

@@ -12,7 +12,7 @@ are never accepted from peers.
 import hashlib
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from shoal.swarm.trust.rates import Recent
 from shoal.swarm.wire.offer import offered
@@ -31,22 +31,19 @@ LONG = 32
 class Contents:
     """Digests of answers, by question and by author."""
 
-    def __init__(self, trained: Iterable[Group] = ()) -> None:
-        """`trained` lists external groups of this run's earlier process, oldest first."""
+    def __init__(self) -> None:
         self._long: Recent[bytes, None] = Recent(MOST)
         self._own: Recent[bytes, None] = Recent(MOST)  # long texts of this node
         self._offers: Recent[bytes, list[Counter[bytes]]] = Recent(MOST)
         self._asked: Recent[bytes, float] = Recent(MOST)  # when, of a clock that is never set
         self._times: Recent[bytes, list[float]] = Recent(MOST)
-        for group in trained:
-            self._remember(group.task, texts_of(group))
 
-    def own(self, group: Group) -> None:
-        """Remembers an own group, which peers may send back."""
+    def remember(self, group: Group) -> None:
+        """Remembers a group of this run: an own one, which peers may send back, or one of a peer that was trained."""
         texts = texts_of(group)
         self._remember(group.task, texts)
         for text in map(_plain, texts):
-            if len(text) >= LONG:
+            if len(text) >= LONG and not group.external:
                 self._own[_digest(group.task, text)] = None
 
     def repeats(self, task: Task, texts: Sequence[str], peer_id: str, since_s: float) -> bool:
