@@ -1,10 +1,8 @@
 """States of models on disk and their weights in the trainer are those of the same finished requests."""
 
-import asyncio
 import json
 import sqlite3
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -13,50 +11,23 @@ import httpx
 import pytest
 
 from fuzz_tinker import floats, gradients, proto
-from shoal import wire
+from rank_here import RankHere, nothing_pending
 from shoal.tinker.app import TinkerApp
 from shoal.tinker.bodies import encoded
 from shoal.tinker.models_trainer import ServerSettings
 from shoal.tinker.service import TinkerService
 from shoal.tinker.store import SavedWeights, Store, owner_of
-from shoal.trainer.messages import Adapter, request_from
-from shoal.trainer.models import TrainedModels
-from shoal.trainer.ranks import ALONE
-from shoal.trainer.worker import Server, TrainerProcess
+from shoal.trainer.messages import Adapter
+from shoal.trainer.worker import TrainerProcess
 from until import until
 
 WAIT_S = 60
 ADAM = json.dumps({"learning_rate": 1e-3}).encode()
 
 
-class RankHere:
-    """Implements `interfaces.Worker`: a trainer's rank in this process."""
-
-    ticks = 0
-
-    def __init__(self) -> None:
-        self._server = Server(ALONE, TrainedModels(), None)
-
-    async def died(self) -> str:
-        await asyncio.Event().wait()
-        return ""
-
-    def place(self, folder: Path) -> str:
-        return str(folder)
-
-    async def call(self, frame: bytes, timeout_s: float, **folders: Path) -> bytes:
-        answer = self._server.answer(wire.encode(request_from(frame)))
-        assert not isinstance(answer, Future)
-        return wire.encode(answer)
-
-
 @asynccontextmanager
 async def trainers() -> AsyncIterator[TrainerProcess]:
     yield TrainerProcess([RankHere()])
-
-
-def nothing_pending(store: Store) -> bool:
-    return not store.pending()
 
 
 async def test_a_step_whose_state_cannot_be_written_fails_and_leaves_the_weights_as_they_were(
