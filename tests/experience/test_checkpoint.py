@@ -103,11 +103,6 @@ def test_one_with_a_damaged_list_of_files_is_passed_over(tmp_path, text):
     assert [one.step for one in checkpoint.checkpoints(tmp_path)] == [1]
 
 
-def test_a_run_directory_that_is_not_there_is_made(tmp_path):
-    saved = save(tmp_path / "later", 1, weights("1"))
-    assert checkpoint.intact(tmp_path / "later") == saved
-
-
 def test_an_empty_checkpoint_is_refused(tmp_path):
     checkpoint.begin(tmp_path, 1)
     with pytest.raises(RunDirError, match="nothing was saved"):
