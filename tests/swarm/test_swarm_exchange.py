@@ -141,6 +141,22 @@ def test_frames_of_followed_authors_are_read_past_all_others_and_none_is_lost(tm
     with_server(tmp_path, body)
 
 
+def test_the_only_followed_author_is_read_with_all_others_again_once_it_is_followed_no_more(tmp_path: Path) -> None:
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        reader = joined(server.url)
+        await published_and_read(reader, b"a 0")
+        assert await reader.receive_from(frozenset("a"), 9) == []
+        assert await reader.receive_from(frozenset(), 9) == []
+        await published_and_read(reader, b"a 1")
+
+    async def published_and_read(exchange: NatsExchange, frame: bytes) -> None:
+        reading = asyncio.ensure_future(collected(exchange, 1, 20))
+        await published(exchange, frame, author="a")
+        assert await reading == [frame]
+
+    with_server(tmp_path, body)
+
+
 def test_followed_authors_are_read_on_after_a_restart_of_the_server(tmp_path: Path) -> None:
     async def main() -> None:
         options = ServerOptions(tmp_path, port=free_port())

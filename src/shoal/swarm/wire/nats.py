@@ -187,7 +187,9 @@ class NatsExchange:
                 with _ends_when_cancelled():
                     return await self._fetched_from({f"{self._subjects}.offer.{name}" for name in names}, most)
         except Exception:  # `receive` says what is wrong, repairs the connection, and reads these frames until then
-            self._follower, self._followed = None, frozenset()
+            names = []
+        if not names:
+            self._follower, self._followed = None, frozenset()  # else nobody reads the author who was followed last
         await asyncio.sleep(FETCH_TIMEOUT_S)
         return []
 
