@@ -98,7 +98,8 @@ def beside(
             swarm = SwarmConfig(external_groups=4)
             config = Config(tasks=TASKS, rollout=RolloutConfig(group_size=most_answers), swarm=swarm)
             joined = Joined(hub.join(), own, Identity.fresh(), folder, config, clock=clock)
-            node = Node(joined, scorer, load_renderer(model), 1024, known=known)
+            node = Node(joined, scorer, load_renderer(model), 1024)
+            await node.remember_groups(known)
             running = asyncio.ensure_future(node.run())
             await body(Reef(node, hub, tasks, [await own.claim(task) for task in tasks]))
             assert not running.done()
@@ -299,6 +300,31 @@ def test_a_run_that_goes_on_knows_its_own_answers_when_a_stranger_offers_them(
     asyncio.run(earlier())
     with snapshot(tmp_path / "run") as connection:
         beside(library, tmp_path / "node", tiny_model_dir, body, known=newest_groups(connection, 9, 9))
+
+
+def test_a_run_that_goes_on_hears_a_stop_while_it_remembers_its_groups(
+    library: Library, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    turns = list[str]()
+
+    async def hears() -> None:
+        while True:
+            turns.append("hears")
+            await asyncio.sleep(0)
+
+    def groups() -> Iterator[Group]:
+        for i in range(3):
+            turns.append("group")
+            yield answered(library.services[0].draw(Split.TRAIN, i), "a", "b")
+
+    async def body(reef: Reef) -> None:
+        hearing = asyncio.ensure_future(hears())
+        await reef.node.remember_groups(groups())
+        hearing.cancel()
+        assert turns.count("hears") >= 3
+        assert ["group", "group"] not in [turns[i : i + 2] for i in range(len(turns))]
+
+    beside(library, tmp_path, tiny_model_dir, body)
 
 
 def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:

@@ -138,7 +138,8 @@ async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> l
         for _ in range(2):
             joined = Joined(hub.join(), own, identity, folder / "node", config)
             before = [group for life in lives for group in life]
-            node = Node(joined, scorer, load_renderer(model), 256, known=before)
+            node = Node(joined, scorer, load_renderer(model), 256)
+            await node.remember_groups(before)
             running = asyncio.ensure_future(node.run())
             await until(partial(settled, node))
             lives.append(await node.take(0, logprobs))

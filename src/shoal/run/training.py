@@ -60,7 +60,7 @@ MOST_RANK_GROUPS = 16
 """Groups of ranks that a run may lose in an hour; it goes on from its log with the next one."""
 HOUR_S = 3600.0
 MOST_REMEMBERED, MOST_OWN = 16_384, 4096
-"""Groups of peers and own groups that a resumed run remembers: reading a group takes 2 ms."""
+"""Groups of peers and own groups that a resumed run remembers: one of long answers takes 50 ms."""
 
 
 class LostGroups:
@@ -202,9 +202,9 @@ async def swarm_node(prepared: Prepared, scorer: Scorer, exchange: Exchange | No
             alone = replace(prepared, config=config.model_copy(update={"reward": reward}))
             log = run_dir / "logs" / "peers.log"
             scorer = await stack.enter_async_context(own_scorer(alone, log))
+        node = Node(joined, scorer, prepared.renderer, prepared.max_model_len)
         with snapshot(run_dir) as connection:
-            known = newest_groups(connection, MOST_OWN, MOST_REMEMBERED)
-            node = Node(joined, scorer, prepared.renderer, prepared.max_model_len, known=known)
+            await node.remember_groups(newest_groups(connection, MOST_OWN, MOST_REMEMBERED))
         yield node
 
 

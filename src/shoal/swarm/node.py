@@ -56,12 +56,10 @@ class Node(Peer):
         max_model_len: int,
         *,
         threads: bool = True,
-        known: Iterable[Group] = (),
     ) -> None:
         """Raises `ConfigError`.
 
-        `known` are groups of this run's earlier process: the exchange sends its kept frames again, and strangers may
-        copy them. Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
+        Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
         """
         super().__init__(joined)
         config, settings = joined.config, joined.config.swarm
@@ -86,13 +84,20 @@ class Node(Peer):
             self._write_bans,
             refuses_repeats=not uniform,  # SAPO leaves out groups without an advantage, and no others
         )
-        for group in known:
-            self.verification.contents.remember(group)
-            if group.origin is not None:
-                self.verification.taken[group.origin.message_id] = None
         self._before = self._totals()
         for peer_id in (*settings.known, *self.remembered(KNOWN_FILE).split()):
             self.ingress.vouch(peer_id)
+
+    async def remember_groups(self, groups: Iterable[Group]) -> None:
+        """Remembers groups of this run's earlier process; thousands take minutes, and a stop is heard meanwhile.
+
+        The exchange sends its kept frames again, and strangers may copy own groups.
+        """
+        for group in groups:
+            self.verification.contents.remember(group)
+            if group.origin is not None:
+                self.verification.taken[group.origin.message_id] = None
+            await asyncio.sleep(0)
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""

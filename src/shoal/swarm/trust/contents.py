@@ -13,6 +13,7 @@ import hashlib
 import unicodedata
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 
 from shoal.swarm.trust.rates import Recent
 from shoal.swarm.wire.offer import offered
@@ -40,11 +41,10 @@ class Contents:
 
     def remember(self, group: Group) -> None:
         """Remembers a group of this run: an own one, which peers may send back, or one of a peer that was trained."""
-        texts = texts_of(group)
-        self._remember(group.task, texts)
-        for text in map(_plain, texts):
-            if len(text) >= LONG and not group.external:
-                self._own[_digest(group.task, text)] = None
+        plain = [_plain(text) for text in texts_of(group)]
+        self._remember(group.task, plain)
+        if not group.external:
+            self._own.update((_digest(group.task, text), None) for text in plain if len(text) >= LONG)
 
     def repeats(self, task: Task, texts: Sequence[str], peer_id: str, since_s: float) -> bool:
         """Tells whether an offer was given before, or its question was taken after `since_s`, too often or of the
@@ -72,15 +72,14 @@ class Contents:
 
     def take(self, task: Task, texts: Sequence[str], peer_id: str, now_s: float) -> bool:
         """Stores the digests of an offer; returns True for the author's first offer of this question."""
-        self._remember(task, texts)
+        self._remember(task, [_plain(text) for text in texts])
         question, asked = _digest(task, ""), _digest(task, peer_id)
         self._times[question] = [*self._times.get(question, []), now_s][-MOST_PER_QUESTION:]
         new = asked not in self._asked
         self._asked[asked] = now_s
         return new
 
-    def _remember(self, task: Task, texts: Sequence[str]) -> None:
-        plain = [_plain(text) for text in texts]
+    def _remember(self, task: Task, plain: Sequence[str]) -> None:
         self._long.update((_digest(task, text), None) for text in plain if len(text) >= LONG)
         question = _digest(task, "")
         offer = Counter(_digest(task, text) for text in plain)
@@ -103,9 +102,14 @@ def _plain(text: str) -> str:
     if not seen.isascii():
         from disarm import normalize_confusables  # a run without a swarm does not load it
 
-        seen = "".join(c for c in seen if unicodedata.category(c) not in ("Cf", "Cc", "Cs", "Mn", "Me") or c.isspace())
+        seen = "".join(filter(_is_seen, seen))
         seen = normalize_confusables(seen).casefold()
     return " ".join(seen.split())
+
+
+@lru_cache(1 << 16)
+def _is_seen(character: str) -> bool:
+    return unicodedata.category(character) not in ("Cf", "Cc", "Cs", "Mn", "Me") or character.isspace()
 
 
 def _digest(task: Task, text: str) -> bytes:
