@@ -35,6 +35,8 @@ EQUAL = [
     ("\\boxed{90^\\circ}", "90"),
     ("60 km/h", "60"),
     ("I count 7", "7"),
+    ("So the total is _42_ apples.", "42"),
+    ("So the total is __42__ apples.", "42"),
     ("\\boxed{x=5}", "5"),
     ("\\boxed{\\text{B}}", "B"),
     ("1e3", "1000"),

@@ -128,6 +128,8 @@ _MARKS = re.compile(r"(?<!\\)\$")
 _FORMULA = re.compile(r"\$[^$]++\$|\\\([^()]++\\\)")
 _BASE = re.compile(r"(?<![\w^])(?<!\^\{)\d[\dA-F]*+[)}]?_\{?\(?(\d++)")
 """The base of a number such as 101_2."""
+_INDEXED = re.compile(r"(?:[^\W_]|[)}\]$])_\{?\(?$")
+"""What comes before an index; before a number in italics, as in _42_, there is a space or a mark."""
 _DENOMINATOR = re.compile(r"\\frac(\d)(\d)")
 
 
@@ -187,7 +189,7 @@ def _number_in(text: str, *, sentence: bool) -> tuple[Fraction, frozenset[str]] 
     if not sentence or (value := last_number(text)) is None:
         return None
     *_, last = _LAST_NUMBER.finditer(text)
-    if text[: last.start()].endswith(("_", "_{", "_(", "_{(")):
+    if _INDEXED.search(text[: last.start()]):
         return None  # a base or an index
     scale, unit = unit_of(text[max(last.start() - 2, 0) : last.start()] + " " + _CLAUSE.split(text[last.end() :])[0])
     return value * scale, unit
