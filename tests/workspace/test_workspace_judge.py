@@ -147,7 +147,7 @@ def test_no_trick_gets_a_reward(
 OWN_CHECK = "import subprocess, sums\nassert sums.add(1, 2) == 3, subprocess\n"
 SHADOWS = [
     "echo 'import os; os._exit(0)' > subprocess.py",
-    "echo 'import os; os._exit(0)' > checks/subprocess.py",
+    "echo 'import os; os._exit(0)' > checks/subprocess.py; touch checks/__init__.py",
     "mkdir subprocess; echo 'import os; os._exit(0)' > subprocess/__init__.py; chmod 300 subprocess",
     "echo 'import os; os._exit(0)' > subprocess.py; chmod 300 .",
     "mkdir mine; echo 'import os; os._exit(0)' > mine/__init__.py; ln -s mine subprocess",
@@ -198,6 +198,17 @@ def test_an_agent_s_own_modules_stay_in_a_package_beside_its_hidden_tests(
     command = ("python", "-m", "pytest", "-q", "own/test_types.py")
     hidden = HiddenTests(command, files={"own/test_types.py": content}, red=("own/test_types.py::test_a",))
     assert verdict(tree_of(source), hidden, packages, "echo x = 1 > own/types.py").reward == 1.0
+
+
+def test_an_agent_s_new_package_may_have_modules_with_names_of_python_s_around_its_hidden_tests(
+    tree: Tree, packages: tuple[Path, ...], kind: ForkKind
+) -> None:
+    content = "from new.types import x\ndef test_a():\n    assert x == 1\n"
+    command = ("python", "-m", "pytest", "-q", "-o", "pythonpath=.", "new/tests/test_types.py")
+    hidden = HiddenTests(command, files={"new/tests/test_types.py": content}, red=("new/tests/test_types.py::test_a",))
+    made = "mkdir new; echo x = 1 > new/types.py"
+    assert verdict(tree, hidden, packages, f"{made}; touch new/__init__.py", kind=kind).reward == 1.0
+    assert verdict(tree, hidden, packages, f"{made}; ln -s /dev/null new/__init__.py", kind=kind).reward == 0.0
 
 
 def test_a_forged_report_is_seen(tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]) -> None:

@@ -229,12 +229,23 @@ def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
     folders = {PurePosixPath(), *(parent for path in inside for parent in path.parents)}
     for folder in sorted(folders, key=lambda one: len(one.parts)):
         yield from (str(folder / name) for name in _CONFIGS)
-        if folder.parts and (tree.base / folder / "__init__.py").exists():
-            continue  # a package's folder is not searched
+        if folder.parts and _is_package(workspace, folder, has_tests=any(path.parent == folder for path in inside)):
+            continue  # its folder is not searched
         for below in (workspace.own, *tree.layers[:-1]):
             for name in _shadows(below / tree.place[1:], folder, needed):
                 if not os.path.lexists(tree.base / folder / name):
                     yield str(folder / name)
+
+
+def _is_package(workspace: Workspace, folder: PurePosixPath, *, has_tests: bool) -> bool:
+    """Whether a folder is a package of the tree, or a new one of the agent around the tests' own folders.
+
+    A folder that has tests itself is searched if they are scripts, whatever the agent put there.
+    """
+    base, made = (root / folder for root in (workspace.tree.base, workspace.own / workspace.tree.place[1:]))
+    new = made / "__init__.py"
+    is_new = not has_tests and not os.path.lexists(base) and os.path.isfile(new) and not os.path.islink(new)
+    return is_new or (base / "__init__.py").exists()
 
 
 def _shadows(root: Path, folder: PurePosixPath, needed: Collection[str]) -> Iterator[str]:
