@@ -129,7 +129,7 @@ _FORMULA = re.compile(r"\$[^$]++\$|\\\([^()]++\\\)")
 _BASE = re.compile(r"(?<![\w^])(?<!\^\{)\d[\dA-F]*+[)}]?_\{?\(?(\d++)")
 """The base of a number such as 101_2."""
 _INDEXED = re.compile(r"(?:[^\W_]|[)}\]$])_\{?\(?$")
-"""What comes before an index; before a number in italics, as in _42_, there is a space or a mark."""
+"""Text that ends where an index begins; a number in italics, as in _42_, has a space or a mark before it."""
 _DENOMINATOR = re.compile(r"\\frac(\d)(\d)")
 
 

@@ -240,7 +240,7 @@ def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
 def _is_package(workspace: Workspace, folder: PurePosixPath, *, has_tests: bool) -> bool:
     """Whether a folder is a package of the tree, or a new one of the agent around the tests' own folders.
 
-    A folder that has tests itself is searched if they are scripts, whatever the agent put there.
+    Where a test is a script, its folder is searched, so the agent cannot make that one a package.
     """
     base, made = (root / folder for root in (workspace.tree.base, workspace.own / workspace.tree.place[1:]))
     new = made / "__init__.py"

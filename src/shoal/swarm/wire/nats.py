@@ -189,7 +189,7 @@ class NatsExchange:
         except Exception:  # `receive` says what is wrong, repairs the connection, and reads these frames until then
             names = []
         if not names:
-            self._follower, self._followed = None, frozenset()  # else nobody reads the author who was followed last
+            self._follower, self._followed = None, frozenset()  # `receive` reads the last one again
         await asyncio.sleep(FETCH_TIMEOUT_S)
         return []
 
