@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -98,8 +100,7 @@ def beside(
             swarm = SwarmConfig(external_groups=4)
             config = Config(tasks=TASKS, rollout=RolloutConfig(group_size=most_answers), swarm=swarm)
             joined = Joined(hub.join(), own, Identity.fresh(), folder, config, clock=clock)
-            node = Node(joined, scorer, load_renderer(model), 1024)
-            await node.remember_groups(known)
+            node = Node(joined, scorer, load_renderer(model), 1024, known=partial(nullcontext, known))
             running = asyncio.ensure_future(node.run())
             await body(Reef(node, hub, tasks, [await own.claim(task) for task in tasks]))
             assert not running.done()
@@ -319,12 +320,14 @@ def test_a_run_that_goes_on_hears_a_stop_while_it_remembers_its_groups(
 
     async def body(reef: Reef) -> None:
         hearing = asyncio.ensure_future(hears())
-        await reef.node.remember_groups(groups())
+        await until(lambda: turns.count("group") == 3)
+        await reef.stranger().says(reef.claims[0], reef.truth(0), "no")
+        await until(lambda: reef.node.ready == 1)
         hearing.cancel()
         assert turns.count("hears") >= 3
         assert ["group", "group"] not in [turns[i : i + 2] for i in range(len(turns))]
 
-    beside(library, tmp_path, tiny_model_dir, body)
+    beside(library, tmp_path, tiny_model_dir, body, known=groups())
 
 
 def test_a_run_that_goes_on_remembers_what_it_trained(library: Library) -> None:

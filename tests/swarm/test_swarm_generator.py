@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -138,8 +138,7 @@ async def lives(own: OwnTasks, library: Library, folder: Path, model: Path) -> l
         for _ in range(2):
             joined = Joined(hub.join(), own, identity, folder / "node", config)
             before = [group for life in lives for group in life]
-            node = Node(joined, scorer, load_renderer(model), 256)
-            await node.remember_groups(before)
+            node = Node(joined, scorer, load_renderer(model), 256, known=partial(nullcontext, before))
             running = asyncio.ensure_future(node.run())
             await until(partial(settled, node))
             lives.append(await node.take(0, logprobs))

@@ -11,8 +11,8 @@ import asyncio
 import shutil
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -53,13 +53,13 @@ from shoal.run.standstill import report_waits, watch_progress
 from shoal.sandbox.runner import in_use
 from shoal.swarm.node import Node
 from shoal.swarm.trust.limits import SCORE_S
-from shoal.types import Sampling, Split
+from shoal.types import Group, Sampling, Split
 
 PARITY_TOKENS = 24
 MOST_RANK_GROUPS = 16
 """Groups of ranks that a run may lose in an hour; it goes on from its log with the next one."""
 HOUR_S = 3600.0
-MOST_REMEMBERED, MOST_OWN = 16_384, 4096
+MOST_REMEMBERED, MOST_OWN = 4096, 1024
 """Groups of peers and own groups that a resumed run remembers: one of long answers takes 50 ms."""
 
 
@@ -202,10 +202,13 @@ async def swarm_node(prepared: Prepared, scorer: Scorer, exchange: Exchange | No
             alone = replace(prepared, config=config.model_copy(update={"reward": reward}))
             log = run_dir / "logs" / "peers.log"
             scorer = await stack.enter_async_context(own_scorer(alone, log))
-        node = Node(joined, scorer, prepared.renderer, prepared.max_model_len)
-        with snapshot(run_dir) as connection:
-            await node.remember_groups(newest_groups(connection, MOST_OWN, MOST_REMEMBERED))
-        yield node
+        yield Node(joined, scorer, prepared.renderer, prepared.max_model_len, known=partial(_known_groups, run_dir))
+
+
+@contextmanager
+def _known_groups(run_dir: Path) -> Iterator[Iterator[Group]]:
+    with snapshot(run_dir) as connection:
+        yield newest_groups(connection, MOST_OWN, MOST_REMEMBERED)
 
 
 async def _run(policy: Policy, parts: RunParts) -> Result:

@@ -15,7 +15,8 @@ from peers nor a lost connection ends a run.
 
 import asyncio
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean
 
@@ -56,10 +57,13 @@ class Node(Peer):
         max_model_len: int,
         *,
         threads: bool = True,
+        known: Callable[[], AbstractContextManager[Iterable[Group]]] = lambda: nullcontext(()),
     ) -> None:
         """Raises `ConfigError`.
 
-        Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing of threads.
+        `known` opens the groups of this run's earlier process: the exchange sends its kept frames again, and strangers
+        may copy own groups. Without `threads` long texts are encoded on the event loop: a virtual clock knows nothing
+        of threads.
         """
         super().__init__(joined)
         config, settings = joined.config, joined.config.swarm
@@ -84,20 +88,23 @@ class Node(Peer):
             self._write_bans,
             refuses_repeats=not uniform,  # SAPO leaves out groups without an advantage, and no others
         )
+        self._known = known
         self._before = self._totals()
         for peer_id in (*settings.known, *self.remembered(KNOWN_FILE).split()):
             self.ingress.vouch(peer_id)
 
-    async def remember_groups(self, groups: Iterable[Group]) -> None:
-        """Remembers groups of this run's earlier process; thousands take minutes, and a stop is heard meanwhile.
-
-        The exchange sends its kept frames again, and strangers may copy own groups.
-        """
-        for group in groups:
-            self.verification.contents.remember(group)
-            if group.origin is not None:
-                self.verification.taken[group.origin.message_id] = None
-            await asyncio.sleep(0)
+    async def _verify(self) -> None:
+        """Verifies offers once the known groups are remembered: thousands take minutes, and half of the loop's time."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        with self._known() as groups:
+            for group in groups:
+                self.verification.contents.remember(group)
+                if group.origin is not None:
+                    self.verification.taken[group.origin.message_id] = None
+                await asyncio.sleep(loop.time() - began_s)
+                began_s = loop.time()
+        await self.verification.run()
 
     def offer(self, group: Group) -> None:
         """Takes a finished own group, which may be shared. Returns at once."""
@@ -173,7 +180,7 @@ class Node(Peer):
 
     async def run(self) -> None:
         """Listens, verifies and shares until cancelled."""
-        await self.beside(verifying=self.verification.run(), sharing=self._share())
+        await self.beside(verifying=self._verify(), sharing=self._share())
 
     def _receive(self, message: VerifiedMessage, offer: Offer) -> None:
         if self.settings.external_groups:  # else this node only gives

@@ -185,6 +185,7 @@ class Peer:
         while True:
             for frame in await receive(INTAKE_BATCH):
                 await self._admit(frame, intake)
+            intake.take(asyncio.get_running_loop().time(), 0.0)
             await asyncio.sleep(max(0.0, intake.used - intake.burst) / intake.rate_per_s)
 
     async def _receive_established(self, most: int) -> list[bytes]:
