@@ -60,6 +60,7 @@ hostile: $(VENV)/dev-installed $(VENV)/bubblewrap-tried
 
 fuzz: $(VENV)/dev-installed
 	PYTHONPATH=. $(BIN)/python tests/support/fuzz_servers.py 100000
+	PYTHONPATH=. $(BIN)/python tests/support/fuzz_large.py human judge engine
 	$(BIN)/python tests/support/checkers_fuzz.py 20000
 	PYTHONPATH=tests/support:tests/engine $(BIN)/python tests/engine/test_rogue_engine.py 10000
 	PYTHONPATH=. $(BIN)/python tests/support/fuzz_tinker.py 20000

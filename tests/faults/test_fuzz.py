@@ -5,9 +5,12 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message
 
+from fuzz_large import PLAIN, measured
 from fuzz_servers import applications, fuzz
 
 REQUESTS = 1400
+LONGEST_WAIT_S = 0.2
+"""Processor time of the server while another client waits."""
 GROWTH_MB = 40.0
 """A large body leaves its pages with the allocator; a leak of 30 kB per request would be more."""
 
@@ -21,6 +24,13 @@ def test_hostile_requests_to_every_server_get_no_5xx_and_no_silence_and_leave_no
         assert statuses["200"] > REQUESTS / 6 / 20, f"{name} was never reached"
     for name, before in report["rss_before_mb"].items():
         assert report["rss_after_mb"][name] - before < GROWTH_MB
+
+
+def test_the_largest_bodies_of_small_servers_hardly_delay_another_client() -> None:
+    report = measured(("human", "judge"), {"names": PLAIN["names"]})
+    for name, found in report["servers"].items():
+        assert found["bodies"] > 9, name
+        assert found["wait_s"]["value"] <= LONGEST_WAIT_S, (name, found)
 
 
 async def status(app: ASGIApp, method: str, **headers: str) -> int:

@@ -14,8 +14,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -262,9 +262,9 @@ async def serve(folder: Path) -> None:
         await asyncio.to_thread(sys.stdin.read)
 
 
-def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, Any]:
-    """What became of so many requests to all servers together, and their memory before, half-way and after."""
-    began_s = time.monotonic()
+@contextmanager
+def targets(only: Sequence[str] = ()) -> Iterator[dict[str, tuple[str, Target, psutil.Process]]]:
+    """Starts the servers; gives the URL, the target and the process of each, or of some."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         save(untrained(Shape(width=32, heads=2, feed_forward=64, context=256), 0), folder / "model")
@@ -282,7 +282,7 @@ def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, An
         assert child.stdin is not None
         stack.callback(child.stdin.close)
         urls = {**json.loads(child.stdout.readline()), "engine": engine.url}
-        targets = {
+        made = {
             "gateway": gateway_target(),
             "engine": engine_target(engine.token),
             "tasks": tasks_target("t"),
@@ -290,8 +290,20 @@ def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, An
             "judge": judge_target(),
             "view": view_target(),
         }
-        chosen = {name: (urls[name], target) for name, target in targets.items() if not only or name in only}
-        processes = {"servers": psutil.Process(child.pid), "engine": psutil.Process(engine.pid)}
+        servers, own = psutil.Process(child.pid), psutil.Process(engine.pid)
+        yield {
+            name: (urls[name], target, own if name == "engine" else servers)
+            for name, target in made.items()
+            if not only or name in only
+        }
+
+
+def fuzz(requests: int, seed: int = 0, only: Sequence[str] = ()) -> dict[str, Any]:
+    """What became of so many requests to all servers together, and their memory before, half-way and after."""
+    began_s = time.monotonic()
+    with targets(only) as served:
+        chosen = {name: (url, target) for name, (url, target, _) in served.items()}
+        processes = {"engine" if name == "engine" else "servers": process for name, (_, _, process) in served.items()}
         asyncio.run(attacked(chosen, min(requests // 3, WARMING), seed + 1))  # what is loaded and cached once
         before = _memory(processes)
         attacks = asyncio.run(attacked(chosen, requests - requests // 2, seed))
