@@ -373,7 +373,7 @@ def test_a_violation_written_by_broken_code_is_found(tmp_path, check, violate):
     assert check in report.findings, report.sentences()
     assert not report.ok
     told = report.sentences()
-    assert all(f"       {who}: {what}" in told and what for who, what in report.findings[check].offenders)
+    assert all(f"       {who}: {what}" in told and who and what for who, what in report.findings[check].offenders)
 
 
 def test_every_promise_has_a_seeded_violation():

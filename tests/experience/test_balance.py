@@ -21,7 +21,7 @@ def ids(choice) -> list[str]:
 
 
 def test_the_newest_version_of_a_group_is_that_of_its_newest_token_or_of_its_admission() -> None:
-    one = group("g", (2, 5), admitted=1)
+    one = group("g", (2, 3, 5), admitted=1)
     assert WaitingGroup(2, 0, one).newest_version == 5
     silent = replace(one, rollouts=tuple(replace(rollout, turns=()) for rollout in one.rollouts))
     assert WaitingGroup(1, 0, silent).newest_version == 1

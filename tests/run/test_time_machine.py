@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from itertools import permutations
+from math import log
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,12 @@ from command import shoal
 from shoal.config import Config
 from shoal.experience.log import read, read_step, weights_of
 from shoal.run.commands.replay import settings_of
+from shoal.run.commands.whatif import sample_size
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.ranks import ALONE
 from shoal.trainer.row_files import fingerprint
 from shoal.trainer.trainer import Trainer
-from shoal.types import Group
+from shoal.types import Group, Sample
 from train_runs import finished
 
 STEPS = 12
@@ -129,3 +131,10 @@ def test_influence_ranks_groups_as_leaving_each_out_does(run: Path, tiny_model_d
     assert apart
     assert sum(one[1] > two[1] for one, two in apart) >= 0.9 * len(apart)
     assert max(change) > 2 * min(change)
+
+
+@pytest.mark.parametrize("far", [0.0, -800.0, 800.0])
+def test_an_effective_sample_size_is_that_of_the_ratios_however_far_the_policies_are_apart(far: float) -> None:
+    rows = [Sample((1, 2), (0, 1), (0.0, -1000.0), (-1, 0), (0.0, 1.0))] * 3
+    assert sample_size({0: [far - 1000.0 + log(3)], 2: [far - 1000.0]}, rows) == pytest.approx(4**2 / (2 * (9 + 1)))
+    assert sample_size({}, rows) == 1.0

@@ -1,4 +1,4 @@
-"""The largest bodies that the servers admit, and another client's wait meanwhile: `python tests/support/fuzz_large.py judge`.
+"""The largest bodies that servers admit, and another client's wait: `python tests/support/fuzz_large.py judge`.
 
 Servers are gateway, engine, human, judge and tinker; the gateway has the most routes and takes long.
 

@@ -200,6 +200,7 @@ def test_a_stream_that_somebody_else_made_is_used_if_it_keeps_the_swarm_and_what
     async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
         client = await nats.connect(server.url)
         await client.jetstream().add_stream(name="shoal-reef", **made)
+        await client.publish("shoal.atoll.offer.a", b"of another swarm")
         await client.close()
         member = joined(server.url)
         reading = asyncio.ensure_future(collected(member, 1))

@@ -102,6 +102,7 @@ def test_the_status_lists_a_bounded_number_of_peers_the_most_taken_first(tmp_pat
     assert listed["known_peers"] == len(peers)
     assert isinstance(shown := listed["peers"], dict)
     assert list(shown) == [*peers[-5:], *peers[: STATUS_PEERS - 5]]
+    assert 0 < shown[peers[0]]["trust"] == round(node.ingress.trust(peers[0]), 3) < 1
 
 
 def test_peers_of_the_configuration_and_of_known_txt_are_established_from_the_start(tmp_path: Path) -> None:
@@ -180,6 +181,22 @@ async def test_a_round_is_all_offers_of_it_and_nothing_of_the_round_before(tmp_p
     assert await taken() == 0
     node.settings = swarm
     assert await taken(True, True, True) == 2  # what was missing in one round is not awaited in the next
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_group_is_taken_by_as_many_steps_as_reuse_says(tmp_path: Path) -> None:
+    letters = letters_in(tmp_path)
+    service, hub = JsonlService(letters, 0), MemorySwarm()
+    swarm = SwarmConfig(external_groups=1, take="uniform", wait_s=60.0, reuse=2)
+    node = made(tmp_path, service, Config(tasks=[letters], swarm=swarm), hub, ExactScorer())
+    running = asyncio.ensure_future(node.run())
+    await offered(hub, node, next(iter(service.tasks(Split.TRAIN))), "?")
+    assert [len(await node.take(step, logprobs)) for step in range(2)] == [1, 1]
+    assert isinstance(peers := node.status()["peers"], dict)
+    assert [peer["taken"] for peer in peers.values()] == [2]
+    node.settings = swarm.model_copy(update={"wait_s": 1e-3})
+    assert await node.take(2, logprobs) == []
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
 

@@ -66,6 +66,8 @@ def rank(index: int, models: dict[str, Path], folder: Path, master: str, url: st
         (own / case).mkdir(parents=True)
         trainer(models, case, ranks).write_weights(own / case / MODEL_FILE)
         asyncio.run(send(case))
+    copy = trainer(models, "dense", Ranks(index, RANKS, per_copy=1))
+    assert bool([*rows_of(copy.tensors(), ranks)]) == ranks.first, "one of two copies is written"
     large = Trainer(models["large"], ModelConfig(device="cpu"), TrainConfig(), ranks=ranks)
     whole = sum(one.numel() * 4 for one in large.tensors().values())
     assert sum(float(local(one).sum()) for one in large.tensors().values())  # slices are read when they are first used

@@ -530,3 +530,19 @@ def test_the_influence_of_a_group_depends_on_the_rows_of_its_own_update_only(tin
     assert all(influence > 0 for influence, _ in alone)
     for one, other in zip(alone, beside[:2], strict=True):
         assert other == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(("mean", "ratio"), [("tokens", 3.0), ("rows", 1.0)])
+def test_what_others_gain_without_a_group_that_teaches_nothing_is_its_part_of_the_mean(
+    tiny_model_dir: Path, mean: str, ratio: float
+) -> None:
+    rng, ((one, *_), *_) = random.Random(3), groups(3)
+    untrained = replace(row(rng, (1, 2), 3, 0.0), mask=(0,) * 5)
+    given = [[one], [row(rng, (1, 2), 2, 0.0)], [row(rng, (1, 2), 6, 0.0)], [untrained]]
+    config = TrainConfig.model_validate({"loss_mean": mean, "max_grad_norm": 1e9})
+    (share,) = Packer(config, 64, skip_uninformative=False).step(given)
+    trained = Trainer(tiny_model_dir, ModelConfig(device="cpu"), config, skip_uninformative=False)
+    _, (short, _), (long, _), none = influences(trained, Step(share, group_sizes=(1, 1, 1, 1)))
+    assert short > 0
+    assert long == pytest.approx(ratio * short, rel=1e-5)
+    assert none == (0.0, 0.0)

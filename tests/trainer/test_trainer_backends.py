@@ -18,11 +18,12 @@ from shoal import wire
 from shoal.config import ModelConfig, parse
 from shoal.config.training import TrainConfig
 from shoal.errors import ConfigError, ModelError
+from shoal.model.loading import load_model
 from shoal.model.tensor_files import FILE, TensorFiles
 from shoal.net.listening import free_port
 from shoal.trainer.messages import StepStats, TokensFile
 from shoal.trainer.ranks import ALONE, Ranks, local
-from shoal.trainer.sharded_start import loaded
+from shoal.trainer.sharded_start import loaded, move
 from shoal.trainer.trainer import Trainer
 from shoal.trainer.worker import TrainerProcess, local_ranks
 from shoal.types import Sample
@@ -243,3 +244,14 @@ def test_a_model_that_is_filled_has_the_buffers_of_its_checkpoint(tmp_path: Path
     tensors, name = load_file(path / FILE), "model.layers.1.mlp.gate.e_score_correction_bias"
     save_file({**tensors, name: torch.tensor([1.0, 2.0, 3.0, 4.0])}, path / FILE, {"format": "pt"})
     assert loaded(path, ALONE, "cpu", files=TensorFiles(path)).get_buffer(name).tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_has_memory_moves_to_the_device_as_it_is(tiny_model_dir: Path) -> None:
+    model = load_model(tiny_model_dir)
+    frozen, trained = list(model.parameters())[:2]
+    frozen.requires_grad_(False)
+    shapes = [one.shape for one in model.parameters()]
+    move(model, "meta")
+    assert [one.shape for one in model.parameters()] == shapes
+    assert all(one.is_meta for one in (*model.parameters(), *model.buffers()))
+    assert [one.requires_grad for one in model.parameters()][:2] == [False, trained.requires_grad]
