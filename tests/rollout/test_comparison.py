@@ -11,6 +11,7 @@ from null_runs import null_runs, power
 from shoal.confidence import STAKES, EffectBounds, MeanBounds
 from shoal.experience.held_out import HeldOutAnswer, write_answers
 from shoal.rollout.comparison import Comparison, certified, compared
+from shoal.rollout.evaluation import CORRECT
 from shoal.types import Message, Reward, RewardStatus, Role, Rollout, RolloutStatus, Task
 
 
@@ -124,7 +125,7 @@ def test_sharpening_and_a_new_skill_are_told_apart() -> None:
 
 
 def test_accuracies_are_means_over_the_questions() -> None:
-    found = compared(evaluated([1.0, 0.0, 0.0, 1.0, 1.0], [1.0] * 5), evaluated([0.0] * 4 + [1.0], [0.0] * 5))
+    found = compared(evaluated([1.0, 0.0, 0.0, 1.0, CORRECT], [1.0] * 5), evaluated([0.0] * 4 + [1.0], [0.0] * 5))
     assert found is not None
     assert (found.overall.first, found.overall.second) == pytest.approx((0.6, 0.2))
     assert (found.parts["greedy"].first, found.parts["greedy"].second) == (1.0, 0.0)

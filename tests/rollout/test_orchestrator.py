@@ -19,8 +19,8 @@ from shoal.experience.buffer import Buffer
 from shoal.experience.schema import RunMeta
 from shoal.rehearsal.clock import run_virtual
 from shoal.rollout.mixture_weights import Adjuster
-from shoal.rollout.orchestrator import CANCELLED, Orchestrator
-from shoal.types import Task
+from shoal.rollout.orchestrator import CANCELLED, INTERRUPTED, Orchestrator
+from shoal.types import Completion, FinishReason, Sampling, Task
 from until import until
 
 GROUP_SIZE = 2
@@ -377,3 +377,19 @@ def test_a_run_of_which_no_later_group_can_be_used_ends_with_the_reason() -> Non
         run_virtual(main())
     assert "256 in a row that cannot be used; most often: " in str(raised.value.exceptions[0])
     assert len(told) == 1
+
+
+async def test_a_group_of_a_task_that_the_resumed_run_no_longer_has_ends(tmp_path: Path) -> None:
+    buffer, task = open_buffer(tmp_path, META), Task("gone/0", "gone", ())
+    await buffer.admit("gone-0", "gone")
+    turns = await buffer.turns("gone-0", task)
+    turns.of(0).keep((5, 6), Sampling(4), Completion((1,), (-0.5,), (0,), FinishReason.STOP))
+    await buffer.close()
+    buffer = open_buffer(tmp_path, META, resume=True)
+    shop = Workshop("stays", 1000.0, buffer=buffer, max_running=1)
+    running = asyncio.create_task(Orchestrator([shop], {"stays": 1.0}, buffer).run())
+    await until(lambda: running.done() or buffer.counts["gone"].failed.total() > 0)
+    assert buffer.counts["gone"].failed == {INTERRUPTED: 1}
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await buffer.close()
