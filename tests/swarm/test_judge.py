@@ -417,6 +417,13 @@ async def test_a_key_that_never_answers_costs_no_other_newcomer_a_challenge(judg
         await challenged(judge, Identity.fresh())
 
 
+async def test_a_crowd_of_newcomers_costs_nobody_who_has_answered_a_challenge(judge: Judge) -> None:
+    await judged(judge, ["1"] * 4)
+    with pytest.raises(Refused, match="newcomers"):
+        await crowded(judge)
+    await challenged(judge)
+
+
 def test_each_challenge_lowers_what_a_score_proves(store: JudgeStore) -> None:
     """Else a key would ask until its newest ones are lucky."""
     for name, count in (("few", 10), ("many", 100)):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nkeys  # type: ignore[import-untyped]
 import typer
 import yaml
 from typer.testing import CliRunner
@@ -95,6 +96,7 @@ def test_an_invitation_is_a_line_that_joins_with_address_key_and_data_sets(tmp_p
     made = json.loads(done.output.splitlines()[-1])
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert made["public_key"].startswith("U")
+    assert nkeys.from_seed(bytearray(key.read_bytes().strip())).public_key.decode() == made["public_key"]
     variable, *words = shlex.split(made["line"])
     assert variable == f"SHOAL_NATS_CREDENTIALS={key}"
     assert words[:3] == ["shoal", "train", "RUN.toml"]

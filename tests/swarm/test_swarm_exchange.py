@@ -1,6 +1,7 @@
 """Frames between members: in memory, and through real nats-server processes that are killed and restarted."""
 
 import asyncio
+import contextlib
 import datetime
 import ipaddress
 import itertools
@@ -416,6 +417,35 @@ def test_servers_with_a_token_are_a_cluster_of_those_who_know_it(tmp_path: Path)
                     if line.startswith(b"INFO") and len(json.loads(line[5:]).get("connect_urls", [])) == 2:
                         break
             writer.close()
+
+    asyncio.run(main())
+
+
+def test_three_servers_of_a_cluster_each_keep_the_frames(tmp_path: Path) -> None:
+    ports = [free_port() for _ in range(3)]
+    routes = tuple(f"nats://127.0.0.1:{port}" for port in ports)
+
+    async def main() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            options = [
+                ServerOptions(tmp_path / str(i), name=f"s{i}", cluster_port=port, routes=routes)
+                for i, port in enumerate(ports)
+            ]
+            servers = [await stack.enter_async_context(NatsServer(one)) for one in options]
+            client = await nats.connect(servers[0].url)
+            async with asyncio.timeout(60):
+                formed = False
+                while not formed:
+                    with contextlib.suppress(nats.errors.Error):
+                        await client.jetstream().add_stream(name="formed", subjects=["formed"], num_replicas=3)
+                        formed = True
+            member = NatsExchange(NatsOptions(tuple(server.url for server in servers), "reef"))
+            reading = asyncio.ensure_future(collected(member, 1))
+            await published(member, b"1")
+            assert await reading == [b"1"]
+            assert (await client.jetstream().stream_info("shoal-reef")).config.num_replicas == 3
+            await client.close()
+            await member.__aexit__(None, None, None)
 
     asyncio.run(main())
 

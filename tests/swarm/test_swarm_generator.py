@@ -275,6 +275,13 @@ async def test_a_refusal_after_good_groups_ends_nothing(tmp_path: Path) -> None:
     await running
 
 
+async def test_each_group_is_of_a_question_drawn_anew(tmp_path: Path) -> None:
+    hub = MemorySwarm()
+    await generator_of(Answers(), tmp_path, hub, GeneratorPace(2, 0.001, 20)).run()
+    assert len(found := shared(hub)) == 20
+    assert len({offer.claim.question for offer in found}) > 1
+
+
 async def test_the_loops_of_a_peer_have_names_where_a_standstill_lists_what_waits(tmp_path: Path) -> None:
     generator = generator_of(Answers(), tmp_path, MemorySwarm(), GeneratorPace(2, 0.01))
     running = asyncio.ensure_future(generator.run())
