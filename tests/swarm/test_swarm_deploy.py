@@ -97,14 +97,14 @@ def test_an_invitation_is_a_line_that_joins_with_address_key_and_data_sets(tmp_p
     assert stat.S_IMODE(key.stat().st_mode) == 0o600
     assert made["public_key"].startswith("U")
     assert nkeys.from_seed(bytearray(key.read_bytes().strip())).public_key.decode() == made["public_key"]
-    variable, *words = shlex.split(made["line"])
-    assert variable == f"SHOAL_NATS_CREDENTIALS={key}"
+    credentials, peers, *words = shlex.split(made["line"])
+    assert credentials == f"SHOAL_NATS_CREDENTIALS={key}"
+    assert peers == f"SHOAL_SWARM_KNOWN={','.join([own, *known[:15]])}"
     assert words[:3] == ["shoal", "train", "RUN.toml"]
     guest = tmp_path / "guest.toml"
     guest.write_text('[[tasks]]\nname = "chain_sum"\n')
     joined = load(guest, words[3:]).swarm
     assert joined.servers == ["nats://a%20b@10.0.0.7:4222"]
     assert (joined.name, joined.datasets, joined.external_groups) == ("reef", ["gcd"], 4)
-    assert joined.known == [own, *known[:15]]
     again = CliRunner().invoke(app, ["swarm", "invite", str(config), "--nkey", str(key)])
     assert again.exit_code != 0

@@ -11,6 +11,7 @@ from benchmarks.memory_swarm import MemorySwarm
 from chat_templates import ANSWERING, renderer_of
 from shoal import wire
 from shoal.config import Config, SwarmConfig, TaskConfig
+from shoal.errors import ConfigError
 from shoal.net.identity import Identity
 from shoal.rehearsal.clock import run_virtual
 from shoal.swarm.node import STATUS_PEERS, Node
@@ -105,11 +106,17 @@ def test_the_status_lists_a_bounded_number_of_peers_the_most_taken_first(tmp_pat
     assert 0 < shown[peers[0]]["trust"] == round(node.ingress.trust(peers[0]), 3) < 1
 
 
-def test_peers_of_the_configuration_and_of_known_txt_are_established_from_the_start(tmp_path: Path) -> None:
+def test_peers_of_an_invitation_and_of_known_txt_are_established_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     letters, (named, kept) = letters_in(tmp_path), ("0" * 32, "1" * 32)
+    monkeypatch.setenv("SHOAL_SWARM_KNOWN", f"{named},")
     (tmp_path / "known.txt").write_text(f"{kept}\n")
-    config = Config(tasks=[letters], swarm=SwarmConfig(known=[named]))
+    config = Config(tasks=[letters])
     assert made(tmp_path, JsonlService(letters, 0), config, MemorySwarm()).ingress.established == (named, kept)
+    monkeypatch.setenv("SHOAL_SWARM_KNOWN", "a peer")
+    with pytest.raises(ConfigError, match=r"SHOAL_SWARM_KNOWN: expected ids of 32 hex.*got 'a peer'"):
+        made(tmp_path, JsonlService(letters, 0), config, MemorySwarm())
 
 
 @pytest.mark.parametrize(("take", "least", "most"), [("uniform", 4, 4), ("trusted", 1, 2)])

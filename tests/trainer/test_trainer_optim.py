@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers import get_linear_schedule_with_warmup
@@ -28,12 +28,11 @@ NUMBERS = st.one_of(
     most=st.sampled_from([1e-30, 1.0, 1e9]),
     decay=st.sampled_from([0.0, 0.999]),
     rate=st.sampled_from([1e-6, 1.0]),  # of the weights
-    of_head=st.sampled_from([1e-6, 1e9]),
+    of_head=st.sampled_from([1e-6, 1.0]),
 )
 def test_every_update_leaves_finite_weights_and_moments_or_changes_nothing(
     gradients: list[list[float]], betas: tuple[float, float], most: float, decay: float, rate: float, of_head: float
 ) -> None:
-    assume(decay * of_head < 2)  # else decay itself multiplies a weight by more than 1 at each update
     weight, head = nn.Linear(2, 2, bias=False), nn.Parameter(torch.zeros(2, 2))
     section = {"lr": rate, "betas": betas, "max_grad_norm": most, "weight_decay": decay, "critic": {"lr": of_head}}
     optimizer = Optimizer(dict(weight.named_parameters()), TrainConfig.model_validate(section), {"head": head})

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from typing import Annotated, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
@@ -78,7 +78,6 @@ class SwarmConfig(Section):
 
     servers: list[str] = Field([], description="nats://HOST:PORT or tls://HOST:PORT; one reachable server suffices.")
     name: str = Field("reef", description="Swarm whose frames are read.")
-    known: list[Annotated[str, Field(pattern="^[0-9a-f]{32}$")]] = Field([], description="Ids of trusted peers.")
     external_groups: int = Field(
         0,
         ge=0,

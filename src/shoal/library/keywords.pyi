@@ -226,8 +226,6 @@ class SwarmSettings(TypedDict, total=False):
     """nats://HOST:PORT or tls://HOST:PORT; one reachable server suffices."""
     name: str
     """Swarm whose frames are read."""
-    known: Sequence[str]
-    """Ids of trusted peers."""
     external_groups: int
     """At most so many groups of peers per step, besides its own (J)."""
     share: str | Callable[..., Any]
@@ -368,8 +366,6 @@ class Settings(TrainSettings, total=False):
     """nats://HOST:PORT or tls://HOST:PORT; one reachable server suffices."""
     name: str
     """Swarm whose frames are read."""
-    known: Sequence[str]
-    """Ids of trusted peers."""
     external_groups: int
     """At most so many groups of peers per step, besides its own (J)."""
     share: str | Callable[..., Any]

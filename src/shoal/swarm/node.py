@@ -31,6 +31,7 @@ from shoal.swarm.trust.encoding import OfferReader, ReadyOffer, limits_of, rollo
 from shoal.swarm.trust.ingress import VerifiedMessage
 from shoal.swarm.trust.refusals import Reason
 from shoal.swarm.verification import Rounds, Verification
+from shoal.swarm.wire.invitation import known_peers
 from shoal.swarm.wire.offer import Offer
 from shoal.types import Group, Origin, seed_for
 
@@ -90,7 +91,7 @@ class Node(Peer):
         )
         self._known = known
         self._before = self._totals()
-        for peer_id in (*settings.known, *self.remembered(KNOWN_FILE).split()):
+        for peer_id in (*known_peers(), *self.remembered(KNOWN_FILE).split()):
             self.ingress.vouch(peer_id)
 
     async def _verify(self) -> None:

@@ -20,7 +20,7 @@ from shoal.swarm.human.server import HumanServer
 from shoal.swarm.judge.judging import Judge, JudgeServer, Rules
 from shoal.swarm.judge.store import JudgeStore
 from shoal.swarm.peer import KNOWN_FILE, read_lines
-from shoal.swarm.wire.invitation import guest_key, invitation
+from shoal.swarm.wire.invitation import guest_key, invitation, known_peers
 from shoal.tasks.library import library_of
 from shoal.tasks.procedural_client import ProceduralClient, ReasoningGymService, Spec
 from shoal.types import Split
@@ -56,7 +56,7 @@ def _known(config: Config) -> list[str]:
     folder = Path(config.run_dir) / FOLDER
     own = [Identity.load(key).peer_id] if (key := folder / "identity.pem").exists() else []
     try:
-        return list(dict.fromkeys([*own, *config.swarm.known, *read_lines(folder / KNOWN_FILE)]))[:MOST_NAMED]
+        return list(dict.fromkeys([*own, *known_peers(), *read_lines(folder / KNOWN_FILE)]))[:MOST_NAMED]
     except OSError as error:
         raise RunDirError(f"{folder / KNOWN_FILE} cannot be read: {error.strerror}") from error
 

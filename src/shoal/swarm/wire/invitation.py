@@ -17,6 +17,8 @@ from shoal.tasks.procedural_client import ReasoningGymService
 
 CREDENTIALS = "SHOAL_NATS_CREDENTIALS"
 """Environment variable with the path of a NATS .creds file or an nkey seed."""
+KNOWN = "SHOAL_SWARM_KNOWN"
+"""Environment variable with the ids of peers that a node trusts from its first step, separated by commas."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -60,10 +62,20 @@ class Invitation:
     @property
     def line(self) -> str:
         """The command of a node that joins; `RUN.toml` is its own configuration."""
-        settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets, "known": self.known}
+        settings = {"servers": self.servers, "name": self.name, "datasets": self.datasets}
         words = [f"--swarm.{name}={shlex.quote(json.dumps(value))}" for name, value in settings.items() if value]
-        before = f"{CREDENTIALS}={shlex.quote(self.credentials)} " if self.credentials else ""
-        return " ".join([f"{before}shoal train RUN.toml", "--swarm.external_groups=4", *words])
+        given = {CREDENTIALS: self.credentials, KNOWN: ",".join(self.known)}
+        before = [f"{name}={shlex.quote(value)}" for name, value in given.items() if value]
+        return " ".join([*before, "shoal train RUN.toml", "--swarm.external_groups=4", *words])
+
+
+def known_peers() -> list[str]:
+    """The ids in `SHOAL_SWARM_KNOWN`. Raises `ConfigError`."""
+    found = [one for one in os.environ.get(KNOWN, "").split(",") if one]
+    for one in found:
+        if not re.fullmatch("[0-9a-f]{32}", one):
+            raise ConfigError(f"{KNOWN}: expected ids of 32 hexadecimal digits between commas, got {one!r}")
+    return found
 
 
 def invitation(
