@@ -18,6 +18,7 @@ from shoal.config import parse
 from shoal.engine.pool.engine_pool import EnginePool
 from shoal.engine.server.http_client import EngineChild
 from shoal.errors import ChildDied, ConfigError, EngineUnavailable
+from shoal.files import ADAPTER_FILE, MODEL_FILE
 from shoal.interfaces import EngineInfo
 from shoal.net.listening import free_port
 from shoal.observe.metrics import JsonlTracker, Trackers
@@ -236,3 +237,19 @@ def test_an_engine_that_ends_in_its_first_start_ends_the_run(tmp_path: Path) -> 
     with pytest.raises(ExceptionGroup) as caught:
         asyncio.run(run())
     assert caught.group_contains(ChildDied, match="the engine process ended")
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({}, ADAPTER_FILE),
+        ({"engine": {"urls": ["http://127.0.0.1:1"], "adapters": True}}, ADAPTER_FILE),
+        ({"engine": {"urls": ["http://127.0.0.1:1"]}}, MODEL_FILE),
+        ({"cluster": {"listen": "127.0.0.1:1"}}, MODEL_FILE),
+        ({"train": {}}, MODEL_FILE),
+    ],
+)
+def test_a_version_is_an_adapter_where_every_engine_has_its_base(settings: dict[str, object], name: str) -> None:
+    config = parse({"tasks": [{"name": "gcd"}], "train": {"lora": {"rank": 2}}, **settings})
+    nothing: Any = None
+    assert Prepared(config, Path(), nothing, nothing, 64, 8, Devices(), "").version_file == name

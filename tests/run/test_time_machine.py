@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from buffer_values import group as made_group
 from command import shoal
-from shoal.config import Config
+from shoal.config import Config, parse
 from shoal.experience.log import read, read_step, weights_of
 from shoal.run.commands.replay import settings_of
-from shoal.run.commands.whatif import sample_size
+from shoal.run.commands.whatif import kept_groups, sample_size
 from shoal.trainer.advantage import step_samples
 from shoal.trainer.ranks import ALONE
 from shoal.trainer.row_files import fingerprint
@@ -138,3 +139,11 @@ def test_an_effective_sample_size_is_that_of_the_ratios_however_far_the_policies
     rows = [Sample((1, 2), (0, 1), (0.0, -1000.0), (-1, 0), (0.0, 1.0))] * 3
     assert sample_size({0: [far - 1000.0 + log(3)], 2: [far - 1000.0]}, rows) == pytest.approx(4**2 / (2 * (9 + 1)))
     assert sample_size({}, rows) == 1.0
+
+
+def test_another_staleness_keeps_the_groups_that_it_would_have_trained() -> None:
+    own = parse({"tasks": [{"name": "gcd"}], "asynchrony": {"max_staleness": 4, "late": "drop"}})
+    given = [made_group("old", (0, 1)), made_group("new", (2, 3))]
+    assert kept_groups(given, 3, own, own) == given
+    other = own.model_copy(update={"asynchrony": own.asynchrony.model_copy(update={"max_staleness": 1})})
+    assert kept_groups(given, 3, own, other) == given[1:]

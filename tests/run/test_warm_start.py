@@ -114,6 +114,8 @@ def test_a_teacher_of_tools_who_never_slips_says_what_was_asked_or_observed_and_
         asked = [int(number) for number in re.findall(r"What is (\d) \+ (\d)\?", question)[0]]
         observed = messages[-1].content.removeprefix("Observation:\n")
         true = [[int(observed)]] if observed.isdigit() else [asked, [sum(asked)]]
+        assert all(call.id for message in messages for call in message.tool_calls)
+        assert all(mark in question for mark in re.findall(r"\[\[.*?\]\]", said)), "its answer is marked as was asked"
         assert not observed.isdigit() or messages[-2].role is Role.ASSISTANT, "it observes what it called for"
         assert [int(number) for number in re.findall(r"\d+", said)] in true
         called = re.findall(r'<tool_call>\{"name": "(\w+)"', said)
