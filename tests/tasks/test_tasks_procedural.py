@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shoal import procedural
-from shoal.errors import TaskError
-from shoal.types import Json, Receipt
+from shoal.errors import OutOfBounds, TaskError
+from shoal.tasks.procedural_client import ProceduralClient, Spec
+from shoal.types import Json, Receipt, Split
 
 PROGRAM = Path(__file__).parents[1].joinpath("support") / "reasoning_gym_entries.py"
 
@@ -105,3 +106,17 @@ def test_a_receipt_that_cannot_be_right_is_refused(
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     with pytest.raises(TaskError, match=message):
         procedural.entry_of(receipt)
+
+
+def test_a_receipt_gives_the_task_that_was_drawn_unless_it_is_larger_than_asked() -> None:
+    spec = Spec("gcd", "{}")
+    with ProceduralClient() as drawer:
+        task = drawer.draw(spec, Split.TRAIN, 0, 3)
+        assert task.receipt is not None
+        for most in (None, 10_000):
+            found = drawer.redraw(spec, task.receipt, most)
+            assert found.task.messages == task.messages
+            assert (found.task.answer, found.split) == (task.answer, Split.TRAIN)
+            assert task.messages[-1].content.endswith(found.question)
+        with pytest.raises(OutOfBounds, match="at most 3 characters"):
+            drawer.redraw(spec, task.receipt, 3)
