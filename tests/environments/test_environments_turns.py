@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import random
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from benchmarks.work import CoinScorer
 from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from shoal.config import TaskConfig
-from shoal.environments.games import REWRITE, best_move, moved_disk, played_turns, value_of
+from shoal.environments.games import REWRITE, CarelessTeacher, best_move, moved_disk, played_turns, value_of
 from shoal.errors import TaskError
 from shoal.gateway.host import Host
 from shoal.rollout.agents.runner import AgentRunner
@@ -81,6 +83,17 @@ def test_the_towers_are_moved_by_the_best_moves_and_a_wrong_one_only_costs_a_tur
         assert "against the rules" in rollout.messages[2].content
 
 
+def test_a_careless_teacher_loses_games_that_a_careful_one_wins() -> None:
+    towers = replace(service("hanoi", disks=3, spare=1), rewrite=REWRITE)
+
+    def rewards(careless: float) -> set[float]:
+        teacher = CarelessTeacher(random.Random(0), careless)
+        return {asyncio.run(towers.rollout(towers.draw(Split.TRAIN, index), teacher)).reward for index in range(8)}
+
+    assert rewards(0.0) == {1.0}
+    assert rewards(1.0) == {0.0}
+
+
 def test_calls_of_the_calculator_are_answered_and_bad_ones_say_why() -> None:
     game = service("calculator")
     task = game.draw(Split.TRAIN, 0)
@@ -100,6 +113,8 @@ def test_calls_of_the_calculator_are_answered_and_bad_ones_say_why() -> None:
     assert told[0] == task.answer
     assert told[1:] == ['{"error": "tool \'abacus\' not found"}', '{"error": "division by zero"}']
     assert played(game, task, "It is 1").reward.value == 0
+    asked = call("calculator", {"expression": expression})
+    assert played(service("calculator", turns=1), task, asked).reward.value == 0, "a tool's result is no answer"
 
 
 @pytest.mark.parametrize("text", ["__import__('os')", "2 ** 9", "9" * 300, "a + 1", "(", "True + 1"])
