@@ -29,7 +29,7 @@ def test_hostile_requests_to_every_server_get_no_5xx_and_no_silence_and_leave_no
 def test_the_largest_bodies_of_small_servers_hardly_delay_another_client() -> None:
     report = measured(("human", "judge"), {"names": PLAIN["names"]})
     for name, found in report["servers"].items():
-        assert found["bodies"] > 9, name
+        assert found["bodies"] >= 5, name
         assert found["wait_s"]["value"] <= LONGEST_WAIT_S, (name, found)
 
 
