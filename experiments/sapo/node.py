@@ -3,6 +3,7 @@
 import asyncio
 import random
 import resource
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -133,17 +134,20 @@ async def run_nodes(
         if shares:
             url = (await stack.enter_async_context(NatsServer(ServerOptions(folder / "server")))).url
         configs = [config_of(run, i, url) for i, run in enumerate(runs)]
-        before_s = processor_s()
+        before_s, began_s = processor_s(), time.time()
         async with asyncio.TaskGroup() as group:
-            start = group.create_task(start_s(runs))
+            start = group.create_task(start_s(runs, began_s))
             await train_all(configs, control)
         used_s = processor_s() - before_s
     record = record_of(runs, configs[0].train.groups_per_step, configs[0].train.steps)
     return {**record, "processor_s": round(used_s, 1), "start_s": round(start.result(), 1)}
 
 
-async def start_s(runs: Sequence[Path]) -> float:
-    """Seconds of processor of the running nodes when each has ended its first evaluation: what all cells have alike."""
+async def start_s(runs: Sequence[Path], began_s: float) -> float:
+    """Seconds of processor of the running nodes when each has ended its first evaluation: what all cells have alike.
+
+    Processes that were there before `began_s` (Unix time) are not theirs.
+    """
     while True:
         if all(_evaluated(run / "metrics.jsonl") for run in runs):
             break
@@ -151,7 +155,8 @@ async def start_s(runs: Sequence[Path]) -> float:
     used = 0.0
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            used += sum(process.cpu_times()[:4])
+            if process.create_time() > began_s - 0.5:  # clocks of kernel and process differ by less
+                used += sum(process.cpu_times()[:4])
     return used
 
 

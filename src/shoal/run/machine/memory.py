@@ -179,7 +179,8 @@ def fitted(config: Config, model_dir: Path, mesh: Mesh, row_tokens: int, gpu_byt
 
     Raises `ConfigError` when none fits, with a setting that would help, and `ModelError` when no fake step runs.
     """
-    gpu_bytes -= _engines_of_rank(config) * sum(engine_bytes(config, model_dir, row_tokens).values())
+    if engines := _engines_of_rank(config):
+        gpu_bytes -= engines * sum(engine_bytes(config, model_dir, row_tokens).values())
     own = "gradient_checkpointing" in config.model.model_fields_set
     kinds = (config.model.gradient_checkpointing,) if own else (False, True)
     asked = config.train.tokens_per_microbatch
