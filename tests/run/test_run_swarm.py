@@ -14,17 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from adversary import ExactScorer
 from benchmarks.memory_swarm import MemorySwarm
 from command import shoal
 from shoal import wire
 from shoal.config import load, parse
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
+from shoal.experience.log import newest_groups, snapshot
 from shoal.net.identity import Identity
 from shoal.run.demo_model.architecture import Shape, save, untrained
 from shoal.run.prepare import prepare
-from shoal.run.training import run_training, train
+from shoal.run.training import run_training, swarm_node, train
 from shoal.swarm.trust.claim_verification import OwnTasks
+from shoal.swarm.trust.contents import texts_of
 from shoal.swarm.wire.envelope import Signer
 from shoal.swarm.wire.invitation import NatsOptions
 from shoal.swarm.wire.nats import NatsExchange
@@ -163,6 +166,31 @@ def test_a_run_trains_on_what_peers_offer_besides_its_own_and_its_log_replays(co
     status = json.loads((run / "swarm" / "status.json").read_text())
     assert len(status["peers"]) == 1
     assert status["banned"] == []
+
+
+def test_a_resumed_node_knows_the_groups_of_its_log(config: Path) -> None:
+    trained(config, "--train.steps=1")
+    url = "nats://127.0.0.1:9"  # nobody listens there
+
+    async def main() -> None:
+        with (
+            prepare(load(config, [f"run_dir={config.parent / 'run'}", f'swarm.servers=["{url}"]'])) as prepared,
+            snapshot(config.parent / "run") as connection,
+        ):
+            (group,) = newest_groups(connection, 1, 0)
+            async with swarm_node(prepared, ExactScorer(), MemorySwarm().join()) as node:
+                assert node is not None
+
+                def is_known() -> bool:
+                    return node.verification.contents.repeats(group.task, texts_of(group), "a stranger", 0.0)
+
+                assert not is_known()
+                running = asyncio.ensure_future(node.run())
+                await until(is_known)
+                running.cancel()
+                await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(main())
 
 
 def test_with_no_external_groups_a_member_of_a_swarm_trains_to_the_same_bits_as_a_node_alone(config: Path) -> None:

@@ -90,6 +90,28 @@ def test_a_server_with_accounts_lets_in_only_who_has_a_key_of_theirs(tmp_path: P
     with_server(tmp_path / "server", body, include=accounts)
 
 
+def test_a_server_that_refuses_the_second_consumer_is_named_and_followed_authors_are_read_by_the_first(
+    tmp_path: Path,
+) -> None:
+    accounts, consumers = (
+        tmp_path / "accounts.conf",
+        "$JS.API.CONSUMER.CREATE.shoal-reef.*",
+    )  # without a filter in its name
+    user = f'{{ user: u, password: p, permissions: {{ publish: {{ deny: ["{consumers}"] }} }} }}'
+    accounts.write_text(f"accounts {{ reef: {{ jetstream: enabled, users: [ {user} ] }} }}\n")
+
+    async def body(server: NatsServer, joined: Callable[[str], NatsExchange]) -> None:
+        member = joined(server.url.replace("nats://", "nats://u:p@"))
+        reading = asyncio.ensure_future(collected(member, 2))
+        await published(member, b"1", author="a")
+        assert await member.receive_from(frozenset("a"), 9) == []
+        assert member.failure.startswith("known peers' frames wait among all others': ")
+        await published(member, b"2", author="a")
+        assert await reading == [b"1", b"2"]
+
+    with_server(tmp_path / "server", body, include=accounts)
+
+
 def test_an_included_file_that_is_not_there_is_a_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--include: .*accounts\.conf.* is not a file"):
         server_config(ServerOptions(tmp_path, include=tmp_path / "accounts.conf"))

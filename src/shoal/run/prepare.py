@@ -33,7 +33,7 @@ from shoal.run.machine.devices import Devices, Threads, devices_of
 from shoal.run.machine.memory import check_fits
 from shoal.sandbox.runner import strongest
 from shoal.swarm.strategy.choice import sharer_of, taker_of
-from shoal.swarm.wire.invitation import NatsOptions
+from shoal.swarm.wire.invitation import NatsOptions, known_peers
 from shoal.tasks.library import library_of
 from shoal.tasks.mixture import Mixture
 from shoal.tasks.sdk import Definition
@@ -193,6 +193,7 @@ def check_start(config: Config, *, resume: bool = False) -> None:
     sharer_of(swarm.share), taker_of(swarm.take)
     if swarm.servers:
         NatsOptions(swarm.servers, swarm.name)
+        known_peers()
     elif swarm.external_groups:
         preset = PRESETS.get(config.preset or "", {}).get("swarm.external_groups")
         is_preset = preset is not None and preset.value == swarm.external_groups

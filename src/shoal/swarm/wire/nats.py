@@ -132,8 +132,12 @@ class NatsExchange:
         self._next_skip_s = 0.0
         self.connections = 0
         """Connections made so far; the lost connections are one fewer while connected."""
-        self.failure = ""
-        """Reason why the last attempt to connect failed, or fault of the connected stream."""
+        self._failure = self._follow_failure = ""
+
+    @property
+    def failure(self) -> str:
+        """Reason why the last attempt to connect failed, or faults of the connected stream and its second consumer."""
+        return "; ".join(filter(None, (self._failure, self._follow_failure)))
 
     async def __aenter__(self) -> "NatsExchange":
         return self
@@ -172,7 +176,7 @@ class NatsExchange:
                 pause_s = RETRY_S[0]
             except Exception as error:  # nats-py raises what it will for what comes in the server's name
                 frames = []
-                self.failure = str(error) or type(error).__name__
+                self._failure = str(error) or type(error).__name__
                 await self._disconnect()
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # not all members at once
                 pause_s = min(2 * pause_s, RETRY_S[1])
@@ -186,8 +190,10 @@ class NatsExchange:
             if names and self.connected:
                 with _ends_when_cancelled():
                     return await self._fetched_from({f"{self._subjects}.offer.{name}" for name in names}, most)
-        except Exception:  # `receive` says what is wrong, repairs the connection, and reads these frames until then
+        except Exception as error:  # as in `receive`, which repairs the connection, and reads these frames until then
             names = []
+            reason = str(error) or type(error).__name__
+            self._follow_failure = f"known peers' frames wait among all others': {reason}" if self.connected else ""
         if not names:
             self._follower, self._followed = None, frozenset()  # `receive` reads the last one again
         await asyncio.sleep(FETCH_TIMEOUT_S)
@@ -205,6 +211,7 @@ class NatsExchange:
             if client is not self._client:
                 return []
             self._follower, self._followed, self._followed_read = follower, frozenset(subjects), read
+            self._follow_failure = ""
         messages = await _next_of(self._follower, most)
         return [message.data for message in messages if self._followed_read.advance(message)]
 
@@ -284,9 +291,9 @@ class NatsExchange:
                     f"the stream {self._stream} keeps {', '.join(found.subjects or ()) or 'nothing'} and none of "
                     f"{self._subjects}.*.*: remove it from the server, or take another swarm.name"
                 )
-            self.failure = _complaint(found)
+            self._failure = _complaint(found)
             return
-        self.failure = ""
+        self._failure = ""
         config = StreamConfig(
             name=self._stream,
             subjects=[f"{self._subjects}.*.*"],
