@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from functools import partial
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from operator import mul
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import aiohttp
+import httpx
 import pytest
 
 from shoal import wire
@@ -413,7 +415,7 @@ async def test_a_key_that_never_answers_costs_no_other_newcomer_a_challenge(judg
         clock.now_s += 0.5
         for _ in range(400):
             with contextlib.suppress(Refused):
-                judge._admit(silent.peer_id)
+                await challenged(judge, silent)
         await challenged(judge, Identity.fresh())
 
 
@@ -422,6 +424,26 @@ async def test_a_crowd_of_newcomers_costs_nobody_who_has_answered_a_challenge(ju
     with pytest.raises(Refused, match="newcomers"):
         await crowded(judge)
     await challenged(judge)
+
+
+@pytest.mark.parametrize("honest", ["10.0.0.2", "2001:db8:0:2::1"])
+async def test_fresh_keys_of_one_address_cost_no_newcomer_of_another_address_a_challenge(
+    judge: Judge, honest: str
+) -> None:
+    """A host has all addresses of its network of IPv6."""
+    for i in range(40):
+        status = await posted(judge, f"2001:db8:0:1::{i}")
+    assert status == HTTPStatus.TOO_MANY_REQUESTS
+    assert await posted(judge, honest) == HTTPStatus.OK
+
+
+async def posted(judge: Judge, address: str) -> int:
+    """Status of a fresh key's request for a challenge, sent from a network address."""
+    transport = httpx.ASGITransport(JudgeServer(judge).app, client=(address, 1))
+    async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+        headers = {"content-type": "application/octet-stream"}
+        answer = await client.post("/challenge", content=ask(judge, Identity.fresh()), headers=headers)
+    return answer.status_code
 
 
 def test_each_challenge_lowers_what_a_score_proves(store: JudgeStore) -> None:

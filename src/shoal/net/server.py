@@ -118,6 +118,12 @@ HANDLERS: dict[type[Exception], ExceptionHandler] = {ShoalError: _refused, HTTPE
 """Handlers for Starlette's `exception_handlers`."""
 
 
+def address_of(http: Request) -> str:
+    """Network address of a client; of IPv6 the first 64 bits, as one host may have all others."""
+    host = http.client.host if http.client else ""
+    return str(ipaddress.ip_network(f"{host}/64", strict=False)) if ":" in host else host
+
+
 async def body(http: Request, most_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:
     """Reads a request's body. Raises `Refused` at the first byte too many, or when reading takes too long."""
     data = bytearray()

@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from shoal.errors import ChildDied, TaskError
-from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, decoded, guarded, json, page_files
+from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, address_of, body, decoded, guarded, json, page_files
 from shoal.swarm.human.human_node import MOST_CHARACTERS, Given, HumanNode, OpenQuestion, is_right
 from shoal.swarm.trust.rates import Bucket, Buckets
 from shoal.types import Reward, Role
@@ -88,7 +88,7 @@ class HumanServer:
     async def _question(self, http: Request) -> Response:
         wanted, known = decoded(await body(http, MOST_BODY_BYTES), NextRequest), self._user(http)
         user = known or secrets.token_urlsafe(16)
-        self._rates.check(user, _address(http))
+        self._rates.check(user, address_of(http))
         passed = self._node.questions.get(wanted.passed or "")
         if passed is not None:
             passed.passed_by.add(user)
@@ -106,7 +106,7 @@ class HumanServer:
         said, user = decoded(await body(http, MOST_BODY_BYTES), UserAnswer), self._user(http)
         if not user:
             raise Refused(403, "ask for a question first")
-        self._rates.check(user, _address(http))
+        self._rates.check(user, address_of(http))
         question = self._node.questions.get(said.question)
         if question is None:
             raise Refused(404, "this question is closed; take the next one")
@@ -171,7 +171,3 @@ def _verdict(question: OpenQuestion, user: str, given: Given) -> dict[str, objec
 
 def _judged(reward: Reward) -> dict[str, object]:
     return {"status": reward.status.value, "reward": round(reward.value, 4), "right": is_right(reward)}
-
-
-def _address(http: Request) -> str:
-    return http.client.host if http.client else ""

@@ -9,8 +9,8 @@
 Messages are the wire bytes of `shoal.swarm.judge.messages`; an error is JSON with one sentence.
 
 A challenge costs the judge two draws of every question and one scoring of every answer, so requests are limited. Each
-peer has a separate limit. All peers that never answered share one, since identities cost nothing; a request refused
-by the shared limit does not count against the peer's.
+peer has a separate limit. All peers that never answered share one, since identities cost nothing, and those of one
+address share a part of it; a request refused by a shared limit does not count against the peer's.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ from shoal import wire
 from shoal.errors import ConfigError, TaskError, WireError
 from shoal.interfaces import Scorer
 from shoal.net.identity import Identity
-from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, body, guarded, json, page_files
+from shoal.net.server import HANDLERS, PAGE_HEADERS, Refused, address_of, body, guarded, json, page_files
 from shoal.swarm.judge.messages import (
     MOST_BYTES,
     Answers,
@@ -85,6 +85,9 @@ class Rules:
     newcomers_every_s: float = 0.1
     """Seconds between challenges of all peers that never answered one."""
     newcomers_burst: float = 30.0
+    address_every_s: float = 0.4
+    """Seconds between challenges of all peers of one address that never answered one."""
+    address_burst: float = 15.0
     open_at_once: int = 3
     """Open challenges of one peer."""
 
@@ -121,6 +124,7 @@ class Judge:
         rate_per_s, burst = 1 / self.rules.peer_every_s, self.rules.peer_burst
         self._peers, self._unanswering = Buckets(rate_per_s, burst), Buckets(rate_per_s, burst)
         self._newcomers = Bucket(1 / self.rules.newcomers_every_s, self.rules.newcomers_burst)
+        self._addresses = Buckets(1 / self.rules.address_every_s, self.rules.address_burst)
         trial = draw_questions(drawer, self._round(0, 0.0, b""), b"", self.peer_id, "", 0)
         size = sum(len(wire.encode(ChallengeQuestion(task.service, task.messages))) for task in trial)
         if size > MOST_CHALLENGE * MOST_BYTES:
@@ -138,14 +142,14 @@ class Judge:
             tuple(statement for _, statement in kept), tuple(signed(self._identity, one) for one in seeds)
         )
 
-    async def challenge(self, data: bytes) -> bytes:
-        """Issues a signed `Challenge` for a signed `ChallengeRequest`. Raises `Refused`."""
+    async def challenge(self, data: bytes, address: str = "") -> bytes:
+        """Issues a signed `Challenge` for a signed `ChallengeRequest` from a network address. Raises `Refused`."""
         peer_id, ask = _read(data, ChallengeRequest)
         if ask.judge != self.peer_id:
             raise Refused(403, f"this is for the judge {ask.judge[:64]}; here is {self.peer_id}")
         if abs(ask.sent_s - self.now_s()) > SKEW_S:
             raise Refused(403, f"sent at {ask.sent_s:.0f}, and it is {self.now_s():.0f} here: set your clock")
-        self._admit(peer_id)
+        self._admit(peer_id, address)
         async with self._turn:  # an attempt's number is given once its questions are there
             now_s = self.now_s()
             round_, seed = self._current()
@@ -194,14 +198,15 @@ class Judge:
             self._grading.remove(record.id)
         return signed(self._identity, ChallengeVerdict(record.id, score, tuple(graded)))
 
-    def _admit(self, peer_id: str) -> None:
+    def _admit(self, peer_id: str, address: str) -> None:
         """Raises `Refused` for a peer that asks too often."""
         newcomer, now_s = not self.store.history(peer_id, 0.0)[2], self._steady()
-        if newcomer and not self._newcomers.take(now_s):
+        if newcomer and not (self._addresses.take(address, now_s) and self._newcomers.take(now_s)):
             raise Refused(429, "too many newcomers ask; try again in a few seconds")
         if not (self._unanswering if newcomer else self._peers).take(peer_id, now_s):
             if newcomer:
                 self._newcomers.spend(-1.0)  # a name that asks too often takes nothing of the others
+                self._addresses.take(address, now_s, -1.0)
             raise Refused(429, f"one challenge every {self.rules.peer_every_s:g} s, please")
 
     def _current(self) -> tuple[Round, bytes]:
@@ -306,7 +311,7 @@ class JudgeServer:
         return Response(wire.encode(self._judge.ledger()), media_type=WIRE)
 
     async def _challenge(self, http: Request) -> Response:
-        return Response(await self._judge.challenge(await body(http, MOST_BYTES)), media_type=WIRE)
+        return Response(await self._judge.challenge(await body(http, MOST_BYTES), address_of(http)), media_type=WIRE)
 
     async def _verdict(self, http: Request) -> Response:
         return Response(await self._judge.verdict(await body(http, MOST_BYTES)), media_type=WIRE)
