@@ -19,6 +19,12 @@ OF_PARTS = "parts-"
 """Beginning of a checksum that was made of the digests of parts."""
 
 
+def cache_directory() -> Path:
+    """Folder of what is made for this user on this machine: `$XDG_CACHE_HOME/shoal`, else `~/.cache/shoal`."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "shoal"
+
+
 def digest_of(data: bytes) -> str:
     """BLAKE2b-256 of some bytes, in hex."""
     return hashlib.blake2b(data, digest_size=32).hexdigest()

@@ -157,7 +157,7 @@ def test_a_request_after_a_cancelled_one_gets_its_own_files_and_no_others(tmp_pa
             return Child("trainer", "slow_rank", [], tmp_path / "log", environment)
 
     async def main(server: RunServer) -> dict[str, bytes]:
-        client = Client(server.url)
+        client = Client(server.url, token=server.token)
         link = Link(RankHost(server.url, "", tmp_path), client, tmp_path)
         role = RankRole(address="127.0.0.1", port=1)
         joining = asyncio.create_task(hold_lease(server.url, "", role, print, link.connected))

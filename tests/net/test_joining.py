@@ -117,8 +117,8 @@ async def test_a_role_does_not_wait_for_a_host_that_answers_nothing() -> None:
     assert leased == described == f"waiting for a run at {url}: TimeoutError"
 
 
-async def asked(url: str, announce: Callable[[str], None]) -> None:
-    client = Client(url)
+async def asked(url: str, announce: Callable[[str], None], token: str = "") -> None:
+    client = Client(url, token=token)
     try:
         await first_info(client, announce)
     finally:
@@ -157,7 +157,8 @@ def test_a_role_without_a_run_says_why_it_waits(
 
             monkeypatch.setattr(aiohttp.ThreadedResolver, "resolve", resolve)
         leased = asyncio.run(said_first(lambda announce: hold_lease(url, "", Role(), announce)))
-        described = asyncio.run(said_first(lambda announce: asked(url, announce)))
+        token = "" if host == "localhost.example" else server.token
+        described = asyncio.run(said_first(lambda announce: asked(url, announce, token)))
     for said in (leased, described):
         assert said.startswith(f"waiting for a run at {url}: ")
         assert why.lower() in said.lower()

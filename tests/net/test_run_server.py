@@ -13,6 +13,7 @@ from websockets.client import ClientProtocol
 from websockets.uri import parse_uri
 
 from shoal.errors import WorkerLost
+from shoal.net.client import authorization
 from shoal.net.joining import JOIN, RunRole
 from shoal.net.run_server import LeasedWorker, RunServer
 from until import until
@@ -42,12 +43,16 @@ class Uses:
 
 
 @asynccontextmanager
-async def connected(url: str) -> AsyncIterator[tuple[ClientProtocol, asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(
+    server: RunServer,
+) -> AsyncIterator[tuple[ClientProtocol, asyncio.StreamReader, asyncio.StreamWriter]]:
     """A WebSocket whose bytes the test sends as it likes."""
-    at = urlsplit(url)
+    at = urlsplit(server.url)
     client = ClientProtocol(parse_uri(f"ws://{at.netloc}{JOIN}"))
     reader, writer = await asyncio.open_connection(at.hostname, at.port)
-    client.send_request(client.connect())
+    request = client.connect()
+    request.headers.update(authorization(server.token))
+    client.send_request(request)
     writer.write(b"".join(client.data_to_send()))
     client.receive_data(await reader.readuntil(b"\r\n\r\n"))
     try:
@@ -57,9 +62,9 @@ async def connected(url: str) -> AsyncIterator[tuple[ClientProtocol, asyncio.Str
         await asyncio.sleep(0)
 
 
-async def come_and_go(url: str) -> None:
+async def come_and_go(server: RunServer) -> None:
     """Sends the first message and the last one in one packet, and reads until the server closes."""
-    async with connected(url) as (client, reader, writer):
+    async with connected(server) as (client, reader, writer):
         client.send_text(msgspec.json.encode(Role()))
         client.send_close(1000)
         writer.write(b"".join(client.data_to_send()))
@@ -85,7 +90,7 @@ async def test_a_use_that_is_entered_while_its_connection_ends_is_left_and_its_c
     async with stopped(server):
         server.open(Role, uses.use, None if elsewhere else server.loop)
         for _ in range(5):
-            await come_and_go(server.url)
+            await come_and_go(server)
     assert set(uses.left) == set(uses.entered)
     for worker in uses.entered:
         with pytest.raises(WorkerLost):
@@ -96,7 +101,7 @@ async def test_a_role_that_comes_and_goes_while_the_run_s_event_loop_is_busy_is_
     uses, server = Uses(), RunServer()
     async with stopped(server):
         server.open(Role, uses.use)
-        elsewhere = threading.Thread(target=lambda: asyncio.run(come_and_go(server.url)))
+        elsewhere = threading.Thread(target=lambda: asyncio.run(come_and_go(server)))
         elsewhere.start()
         elsewhere.join()  # blocks this event loop
     assert set(uses.left) == set(uses.entered)
@@ -106,7 +111,7 @@ async def test_a_role_that_neither_reads_nor_answers_pings_is_lost() -> None:
     uses, server = Uses(), RunServer(lease_s=2.0)
     async with stopped(server):
         server.open(Role, uses.use)
-        async with connected(server.url) as (client, _, writer):
+        async with connected(server) as (client, _, writer):
             client.send_text(msgspec.json.encode(Role()))
             writer.write(b"".join(client.data_to_send()))
             cast("asyncio.Transport", writer.transport).pause_reading()
@@ -120,7 +125,7 @@ def test_a_role_of_a_kind_whose_event_loop_has_ended_hears_that_the_run_ends() -
         server.open(Role, Uses().use)
 
     async def joins(server: RunServer) -> bytes:
-        async with connected(server.url) as (client, reader, writer):
+        async with connected(server) as (client, reader, writer):
             client.send_text(msgspec.json.encode(Role()))
             writer.write(b"".join(client.data_to_send()))
             return await reader.read()

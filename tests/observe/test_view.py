@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 
 from shoal.errors import RunDirError
-from shoal.model.made_models import cache_directory
+from shoal.files import cache_directory
 from shoal.model.quantised import name_of
 from shoal.observe.charts import CHARTS, MOST_POINTS, drawn, thinned
 from shoal.observe.export_extras import extras_of

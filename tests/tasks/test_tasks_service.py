@@ -25,8 +25,9 @@ import service_tasks
 from shoal.config import Config, TaskConfig
 from shoal.errors import ConfigError, TaskError, WorkerLost
 from shoal.interfaces import Environment
+from shoal.net.client import authorization
 from shoal.net.joining import JOIN, NUMBER
-from shoal.net.listening import free_port
+from shoal.net.listening import free_port, token_file
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.rehearsal.clock import run_virtual
 from shoal.tasks.library import Library, library_of, written
@@ -423,12 +424,13 @@ HOSTILE = (
 @pytest.mark.parametrize("binary", [False, True])
 def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first: bytes, binary: bool) -> None:
     async def main(server: TaskServer) -> None:
-        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + JOIN) as socket:
+        own = authorization(server.token)
+        async with aiohttp.ClientSession(headers=own) as http, http.ws_connect(server.url + JOIN) as socket:
             await (socket.send_bytes(first) if binary else socket.send_str(first.decode()))
             said = [json.loads(one.data) async for one in _answered(socket, first == HELLO)]
             assert said[-1]["type"] == "refused"
             assert said[-1]["reason"] not in ("", "None")
-        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + JOIN) as socket:
+        async with aiohttp.ClientSession(headers=own) as http, http.ws_connect(server.url + JOIN) as socket:
             await socket.send_str(HELLO.decode())
             assert (await socket.receive_json())["type"] == "joined"
 
@@ -446,7 +448,8 @@ def test_what_is_no_message_ends_its_connection_with_a_reason_and_no_other(first
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of the connection that is given up
 def test_a_worker_that_reads_nothing_does_not_hold_up_the_end_of_the_server() -> None:
     async def main(server: TaskServer) -> None:
-        async with aiohttp.ClientSession() as http, http.ws_connect(server.url + JOIN) as socket:
+        own = authorization(server.token)
+        async with aiohttp.ClientSession(headers=own) as http, http.ws_connect(server.url + JOIN) as socket:
             await socket.send_str(HELLO.decode())
             jobs = [ScoreJob(ASKED, ["x" * 1_000_000])] * 20
             scoring = [asyncio.create_task(server.done(server.call("fast", job, list[Reward], 60.0))) for job in jobs]
@@ -462,7 +465,8 @@ def test_no_page_of_another_site_opens_a_worker_s_socket() -> None:
     async def main(server: TaskServer) -> list[int]:
         found = []
         async with aiohttp.ClientSession() as http:
-            for headers in ({"Origin": "http://127.0.0.1"}, {"Host": "evil.example"}):
+            page = {"Origin": "http://127.0.0.1", **authorization(server.token)}
+            for headers in (page, {"Host": "evil.example"}):
                 with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
                     await http.ws_connect(server.url + JOIN, headers=headers)
                 found.append(refused.value.status)
@@ -478,6 +482,46 @@ def test_a_worker_without_the_token_or_with_another_name_ends_with_a_sentence() 
             asyncio.run(RemoteWorker(service_tasks.Fast, server.url).run())
         with pytest.raises(ConfigError, match="expected one of fast, got 'slow'"):
             asyncio.run(RemoteWorker(service_tasks.Slow, server.url, token="secret").run())
+
+
+@pytest.mark.parametrize("path", [JOIN, "/v1/status", "/v1/roles"])
+async def test_a_server_without_a_token_makes_one_that_only_its_user_can_read(path: str) -> None:
+    server = TaskServer(["fast"])
+    await asyncio.to_thread(server.__enter__)
+    file = token_file(server.url)
+    try:
+        assert (file.read_text(), file.stat().st_mode & 0o777) == (server.token, 0o600)
+        async with aiohttp.ClientSession() as other, other.get(server.url + path) as answer:
+            assert answer.status == 401
+    finally:
+        await asyncio.to_thread(server.__exit__, None, None, None)
+    assert not file.exists()
+
+
+def test_a_server_whose_user_has_no_folder_for_its_token_says_what_to_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match=r"tokens/.* cannot be written .Not a directory.; set SHOAL_RUN_TOKEN"):
+        TaskServer(["fast"]).__enter__()
+
+
+def test_a_worker_that_read_the_token_of_another_run_joins_with_the_new_one() -> None:
+    async def main(server: TaskServer) -> list[str]:
+        file, heard = token_file(server.url), list[str]()
+        file.write_text("of a killed run")
+        worker = RemoteWorker(service_tasks.Fast, server.url.replace("127.0.0.1", "localhost"))
+        serving = asyncio.create_task(worker.run(heard.append))
+        await asyncio.sleep(0)  # its first connection has begun
+        file.write_text(server.token)
+        await asyncio.wait({serving, asyncio.create_task(until(lambda: bool(heard)))}, return_when="FIRST_COMPLETED")
+        serving.cancel()
+        await asyncio.wait({serving})
+        return heard
+
+    with TaskServer(["fast"]) as server:
+        assert asyncio.run(main(server)) == [f"joined {server.url} as task-joined-1"]
 
 
 def test_nothing_listens_beyond_loopback_without_a_token() -> None:

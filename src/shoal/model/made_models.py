@@ -12,17 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from shoal.errors import ModelError
+from shoal.files import cache_directory
 from shoal.net.process import torch_environment
 
 REFUSAL = "refusal.txt"
 """File in the directory with the reason why making the model failed."""
 UNFINISHED = "unfinished-"
-
-
-def cache_directory() -> Path:
-    """Folder of models made here: `$XDG_CACHE_HOME/shoal`, else `~/.cache/shoal`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "shoal"
 
 
 def make(name: str, module: str, arguments: Sequence[str]) -> tuple[Path, float]:

@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from shoal.errors import ModelError
+from shoal.files import cache_directory
 from shoal.model.chat_template import ChatRenderer
-from shoal.model.made_models import cache_directory
 from shoal.model.quantised import convert, dequantised, gguf_file, name_of
 from shoal.net.collection import uncollected
 

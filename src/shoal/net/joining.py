@@ -18,6 +18,7 @@ import msgspec
 
 from shoal.errors import ConfigError, EngineUnavailable
 from shoal.net.client import CLOSE_S, LEASE_S, TOKEN_VARIABLE, Client, authorization, decoded, session
+from shoal.net.listening import own_token
 
 PROTOCOL = 2
 JOIN = "/v1/join"
@@ -73,19 +74,22 @@ async def hold_lease(
 ) -> None:
     """Keeps a role registered until it is cancelled, also over restarts of the run.
 
-    `announce` gets each name, refusal and wait. `check` precedes each connection; its `EngineUnavailable` is retried.
+    Without a `token` it reads `own_token`. `announce` gets each name, refusal and wait. `check` precedes each
+    connection; its `EngineUnavailable` is retried.
     Raises `ConfigError` when the token is wrong or the run refuses the role, and what `check` raises.
     """
+    url = url.replace("http://localhost:", "http://127.0.0.1:")  # at ::1 another user might listen for the token
     client, say = Client(url, token=token, timeout_s=LEASE_S), without_repeats(announce)
     async with session() as http:
         try:
             while True:
+                known = token or own_token(url)
                 try:
                     if check is not None:
                         await check(client)
                     connecting = http.ws_connect(
                         url + JOIN,
-                        headers=authorization(token),
+                        headers=authorization(known),
                         heartbeat=LEASE_S / 2,
                         max_msg_size=0,
                         timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_S),
@@ -96,9 +100,10 @@ async def hold_lease(
                         await socket.send_str(msgspec.json.encode(role).decode())
                         await _served(socket, answering, url, say)
                 except (aiohttp.ClientError, OSError, EngineUnavailable) as error:
-                    if isinstance(error, aiohttp.WSServerHandshakeError) and error.status == UNAUTHORIZED:
+                    if not isinstance(error, aiohttp.WSServerHandshakeError) or error.status != UNAUTHORIZED:
+                        say(waiting(url, error))
+                    elif known == (token or own_token(url)):  # otherwise a run has begun meanwhile
                         raise ConfigError(f"{url} wants its token; set {TOKEN_VARIABLE}") from None
-                    say(waiting(url, error))
                 await asyncio.sleep(ASK_AGAIN_S)
         finally:
             await client.aclose()

@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 from contextlib import suppress
+from pathlib import Path
 from random import SystemRandom
 from typing import TypedDict
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from shoal.errors import ConfigError
+from shoal.files import cache_directory
 
 CERTIFICATE_VARIABLE, KEY_VARIABLE = "SHOAL_TLS_CERT", "SHOAL_TLS_KEY"
 """Names of the environment variables with the PEM files of this host's certificate and its key."""
@@ -75,6 +77,18 @@ def url_of(listening: socket.socket, tls: TLSFiles | None = None) -> str:
     host, port = listening.getsockname()[:2]
     scheme = "https" if tls else "http"
     return f"{scheme}://[{host}]:{port}" if listening.family is socket.AF_INET6 else f"{scheme}://{host}:{port}"
+
+
+def token_file(url: str) -> Path:
+    """File with the token that a server of this user at a loopback URL of this machine has made; 0600."""
+    return cache_directory() / "tokens" / f"{socket.gethostname()}-{urlsplit(url).netloc}"
+
+
+def own_token(url: str) -> str:
+    """Token in the file of a URL; empty without one. So a user's processes find each other, and no other user's."""
+    with suppress(OSError):
+        return token_file(url.replace("//localhost:", "//127.0.0.1:")).read_text()
+    return ""
 
 
 def own_address(url: str) -> str:

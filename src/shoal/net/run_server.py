@@ -10,6 +10,7 @@ connection answers pings.
 import asyncio
 import contextlib
 import itertools
+import secrets
 import struct
 import threading
 import time
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -29,9 +31,10 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from shoal.errors import ConfigError, ShoalError, WorkerLost
+from shoal.files import replaced
 from shoal.net.client import LEASE_S, TOKEN_VARIABLE
 from shoal.net.joining import JOIN, NUMBER, PROTOCOL, Admitted, NotJoined, RunRole
-from shoal.net.listening import is_loopback, listening_socket, tls_files, url_of
+from shoal.net.listening import is_loopback, listening_socket, tls_files, token_file, url_of
 from shoal.net.server import HANDLERS, Bounds, decoded, guarded, json, serving
 
 STOP_GRACE_S = 1
@@ -149,19 +152,20 @@ class RunServer:
         token: str = "",
         lease_s: float = LEASE_S,
     ) -> None:
-        """With a `token`, every request must carry it.
+        """Every request must carry the `token`. A server without one makes it, and leaves it in its `token_file`.
 
         Raises `ConfigError` when other machines can reach `host` and there is no token.
         """
         if not is_loopback(host) and not token:
             raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token")
-        self.token, self._at, self._lease_s = token, (host, port), lease_s
+        self.token, self._makes_token = token or secrets.token_urlsafe(24), not token
+        self._at, self._lease_s = (host, port), lease_s
         self.on_role: Callable[[str, str], None] = lambda name, state: None
         """Called in the server's thread with the name of a role, and what became of it."""
         self._opened: dict[str, _Opened] = {}
         self._present: dict[str, float] = {}
         self._numbers: Counter[str] = Counter()
-        guard = Middleware(guarded, token=token, host=host)
+        guard = Middleware(guarded, token=self.token, host=host)
         own = [WebSocketRoute(JOIN, self._join), Route("/v1/roles", self._list)]
         self.app = Starlette(routes=[*own, *routes], middleware=[guard], exception_handlers=dict(HANDLERS))
 
@@ -178,6 +182,8 @@ class RunServer:
         self._tls, self._stopping = tls_files(), asyncio.Event()
         self._listening = listening_socket(*self._at)
         self.url = url_of(self._listening, self._tls)
+        if self._makes_token:
+            self._leave_token(token_file(self.url))
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="run server", daemon=True)
         self._thread.start()
@@ -187,8 +193,20 @@ class RunServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends the thread; roles keep trying to connect."""
+        if self._makes_token:
+            token_file(self.url).unlink(missing_ok=True)
         self.loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
+
+    def _leave_token(self, file: Path) -> None:
+        """Writes the token before the first answer. Raises `ConfigError`."""
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with replaced(file, private=True) as unfinished:
+                unfinished.write_text(self.token)
+        except OSError as error:
+            self._listening.close()
+            raise ConfigError(f"{file} cannot be written ({error.strerror}); set {TOKEN_VARIABLE}") from error
 
     def _serve(self) -> None:
         async def serve() -> None:

@@ -16,8 +16,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import TaskError
-from shoal.files import checksum, replaced
-from shoal.model.made_models import cache_directory
+from shoal.files import cache_directory, checksum, replaced
 from shoal.sandbox.usage import remove_tree
 
 MOST_BYTES = 8 << 30

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 
 from shoal.config import Config, load, parse
-from shoal.model.made_models import cache_directory
+from shoal.files import cache_directory
 from shoal.model.quantised import SMOLLM2
 from shoal.model.renderer_loading import local_directory
 from shoal.observe.report import write_report

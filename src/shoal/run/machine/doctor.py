@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from shoal.errors import SandboxUnavailable
-from shoal.model.made_models import cache_directory
+from shoal.files import cache_directory
 from shoal.net.process import cores
 from shoal.observe.trackers import KINDS
 from shoal.run.machine.devices import Threads
