@@ -1,14 +1,20 @@
 """Versions leave the step at once: they are hashed, recorded and loaded beside the next one."""
 
 import asyncio
+import json
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from buffer_values import rollout as sampled
 from shoal.config import parse
 from shoal.files import MODEL_FILE
+from shoal.interfaces import Purpose
+from shoal.observe.metrics import JsonlTracker, Trackers
+from shoal.run.loop import HeldOutEvaluations
 from shoal.run.policy import ServedVersions
+from shoal.types import Rollout, Task
 from shoal.weights.store import WeightStore, WrittenVersion
 
 
@@ -88,3 +94,51 @@ async def test_a_version_of_no_loop_is_sealed_before_it_is_loaded(tmp_path: Path
     await versions.write(1)
     await versions.load()
     assert (engine.loaded.get_nowait(), both.recorded) == (1, [1])
+
+
+class Answering:
+    """Implements `interfaces.Runner`: answers under the engine's Version, greedily when it is the next one."""
+
+    def __init__(self, store: HeldStore, engine: Loading) -> None:
+        self.store, self.engine, self.version = store, engine, 0
+
+    async def rollouts(
+        self, task: Task, n: int, purpose: Purpose = Purpose.TRAIN, turns: object = None
+    ) -> tuple[Rollout, ...]:
+        while not self.engine.loaded.empty():
+            self.version = self.engine.loaded.get_nowait()
+        began = self.version
+        if purpose is Purpose.GREEDY:
+            self.store.may.release()
+            self.version = await self.engine.loaded.get()
+        return (sampled(task.id, (began, self.version)),)
+
+
+async def test_an_evaluation_begins_with_the_version_of_its_step_and_names_the_later_ones_that_it_met(
+    tmp_path: Path,
+) -> None:
+    both: Any = Writing()
+    engine: Any = Loading()
+    config = parse({"tasks": [{"name": "gcd"}]})
+    prepared: Any = SimpleNamespace(version_file=MODEL_FILE, config=config)
+    store = HeldStore(tmp_path)
+    versions = ServedVersions(prepared, engine, both, both, store)
+    trackers, asked = Trackers(JsonlTracker(tmp_path / "metrics.jsonl")), [Task("t", "gcd", ())]
+    runner = Answering(store, engine)
+    evaluations = HeldOutEvaluations(config, tmp_path, asked, runner, trackers, [], versions.loaded)
+    async with asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(versions.keep_loaded())
+        await versions.write(1)
+        versions.load_soon()
+        evaluations.start(20, tasks)
+        for _ in range(9):
+            await asyncio.sleep(0)  # it would ask now, if it did not wait for its Version
+        second = tasks.create_task(versions.write(2))
+        store.may.release()
+        await second
+        versions.load_soon()  # before the evaluation has asked, and held back until it does
+        await evaluations.ended()
+        keeping.cancel()
+    trackers.close()
+    (record,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()][:1]
+    assert (record["step"], record["version_oldest"], record["version_newest"]) == (20, 1, 2)

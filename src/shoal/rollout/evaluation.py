@@ -34,6 +34,13 @@ class Evaluation:
     """All rollouts by question, first those sampled as in training, then the greedy ones."""
 
     @property
+    def versions(self) -> Mapping[str, int]:
+        """The Versions of the oldest and the newest sampled token; none without tokens."""
+        rollouts = [rollout for *_, of_task in self.rollouts for rollout in of_task]
+        drawn = [turn.completion.versions for rollout in rollouts for turn in rollout.turns if turn.completion.versions]
+        return {"version_oldest": min(drawn)[0], "version_newest": max(one[-1] for one in drawn)} if drawn else {}
+
+    @property
     def answers(self) -> Sequence[Mapping[str, float | str | None]]:
         """Sampled answers to a few questions, the first to each, by the names of `observe.names.ANSWER_NAMES`."""
         sampled = [(task, rollouts[0]) for task, purpose, rollouts in self.rollouts if purpose is Purpose.SAMPLED]

@@ -3,14 +3,15 @@
     step         consumes groups; waits for the buffer, then for the trainer
     write        has the trainer write a Version, and records it in the log; waits for nothing else
     load         has engines load the newest Version; waits for them; unblocks admission
-    evaluation   runs at the same time and waits for the engine only
+    evaluation   begins when engines serve the newest Version; then it waits for them only. It holds up no load, so its
+                 record names the Versions that answered
 
 Generation continues during each of them.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -74,6 +75,8 @@ class HeldOutEvaluations:
     trackers: Trackers
     values: list[Mapping[str, float]]
     """Values of each evaluation, those of earlier processes included."""
+    loaded: Callable[[], Awaitable[None]]
+    """Waits until engines serve the newest Version."""
     clock: Callable[[], float] = time.monotonic
     cost: EvaluationCost = field(init=False)
     _running: asyncio.Task[None] | None = None
@@ -93,6 +96,7 @@ class HeldOutEvaluations:
 
     async def run(self, steps_done: int) -> None:
         """Answers the questions, sampled as in training and greedy, and records answers and values."""
+        await self.loaded()
         began_s, first = self.clock(), not self.values
         evaluated = await evaluation(self.tasks, self.runner, self.config.eval.samples, first=first)
         self.cost.evaluation_s = self.clock() - began_s
@@ -102,8 +106,9 @@ class HeldOutEvaluations:
             for position, rollout in enumerate(rollouts)
         ]
         await asyncio.to_thread(write_answers, self.run_dir, steps_done, answers)
-        self.values.append(evaluated.values)
-        self.trackers.log_eval(steps_done, evaluated.values)
+        values = {**evaluated.values, **evaluated.versions}
+        self.values.append(values)
+        self.trackers.log_eval(steps_done, values)
         self.trackers.log_answers(steps_done, evaluated.answers)
         if evaluated.failure:
             self.trackers.log_event("rollout_failed", reason=evaluated.failure)
@@ -138,8 +143,9 @@ class TrainLoop:
         self._mismatch = EngineMismatch(policy.engine)
         self.checkpoints = Checkpoints(config, parts.run_dir, policy.trainer, policy.buffer, parts.clock)
         self.evaluations = HeldOutEvaluations(
-            config, parts.run_dir, parts.eval_tasks, policy.runner, parts.trackers, self.totals.evals, parts.clock
-        )
+            config, parts.run_dir, parts.eval_tasks, policy.runner, parts.trackers, self.totals.evals,
+            policy.versions.loaded, parts.clock,
+        )  # fmt: skip
         self._metrics = StepMetrics(policy.buffer, policy.scorer, self.watch, returns, self.totals, parts.clock)
         self._tokens_files = TokensFiles(parts.run_dir)
         self._end: Callable[[], None] | None = None

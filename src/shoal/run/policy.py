@@ -92,10 +92,12 @@ class ServedVersions:
     _sealing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _to_seal: asyncio.Event = field(default_factory=asyncio.Event)
     _to_load: asyncio.Event = field(default_factory=asyncio.Event)
-    _loaded: asyncio.Event = field(default_factory=asyncio.Event)
+    _served: int = field(init=False)
+    """The newest Version that engines have loaded."""
+    _load_ended: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def __post_init__(self) -> None:
-        self._loaded.set()
+        self._served = self.number
 
     async def write(self, number: int, *, push: bool = True) -> float:
         """Writes the trained weights as Version `number`; returns the trainer's seconds.
@@ -135,10 +137,12 @@ class ServedVersions:
         self.load_s = loop.time() - began_s
         self.buffer.on_loaded(written.version)
         await asyncio.to_thread(self.store.remove_before, written.version)
+        async with self._load_ended:
+            self._served = written.version
+            self._load_ended.notify_all()
 
     def load_soon(self) -> None:
         """Has `keep_loaded` load the newest Version; returns at once."""
-        self._loaded.clear()
         self._to_load.set()
 
     async def keep_loaded(self) -> None:
@@ -149,8 +153,6 @@ class ServedVersions:
                 await self._to_load.wait()
                 self._to_load.clear()
                 await self.load()
-                if not self._to_load.is_set():
-                    self._loaded.set()
 
     async def _keep_sealed(self) -> None:
         """Seals each Version as soon as it is written."""
@@ -160,8 +162,10 @@ class ServedVersions:
             await self.seal()
 
     async def loaded(self) -> None:
-        """Waits until engines serve every Version of `load_soon`."""
-        await self._loaded.wait()
+        """Waits until engines serve the Version that is the newest now, or a later one."""
+        wanted = self.number
+        async with self._load_ended:
+            await self._load_ended.wait_for(lambda: self._served >= wanted)
 
     async def recover(self, number: int) -> None:
         """Has engines load Version `number` of an ended run from its files.
