@@ -69,27 +69,49 @@ def test_a_green_test_that_turned_red_takes_the_reward(
     assert (broken.reward, broken.turned_red) == (0.0, (GREEN,))
 
 
-def test_a_green_test_that_the_agent_makes_skip_takes_the_reward_and_one_marked_xfail_does_not(
-    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
-) -> None:
+@pytest.fixture
+def marked(hidden: HiddenTests) -> HiddenTests:
     content = (
         "import pytest\nfrom sums import add\ndef test_a():\n    assert add(1, 2) == 3\n"
         "def test_b():\n    assert add(0, 0) == 0\n@pytest.mark.xfail\ndef test_c():\n    assert add(1, 2) == 4\n"
+        "@pytest.mark.skip\ndef test_d():\n    pass\n"
     )
-    red, *green = (f"hidden/test_more.py::test_{letter}" for letter in "abc")
-    more = msgspec.structs.replace(
+    red, *green = (f"hidden/test_more.py::test_{letter}" for letter in "abcd")
+    return msgspec.structs.replace(
         hidden,
         command=("python", "-m", "pytest", "hidden/test_more.py"),
         files={"hidden/test_more.py": content},
         red=(red,),
         green=tuple(green),
     )
-    assert verdict(tree, more, packages, MENDED).reward == 1.0
-    skipping = (
-        "import unittest\ndef add(a, b):\n    if a == 0:\n        raise unittest.SkipTest('')\n    return a + b\n"
-    )
-    skipped = verdict(tree, more, packages, f"cat > sums.py <<'EOF'\n{skipping}EOF")
-    assert (skipped.reward, skipped.turned_green, skipped.turned_red) == (0.0, (red,), (green[0],))
+
+
+def test_a_green_test_may_be_skipped_or_fail_as_expected_where_it_is_so_without_the_agent(
+    tree: Tree, marked: HiddenTests, packages: tuple[Path, ...], kind: ForkKind
+) -> None:
+    mended = verdict(tree, marked, packages, MENDED, kind=kind)
+    assert (mended.reward, mended.turned_red) == (1.0, ())
+    assert [*mended.tests.values()] == ["passed", "passed", "xfailed", "skipped"]
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        "import unittest; raise unittest.SkipTest('')",
+        "import pytest; pytest.skip('')",
+        "import pytest; pytest.xfail('')",
+        "import pytest; pytest.importorskip('nowhere')",
+        "import pytest; pytest.exit('', 0)",
+        "import gc, pytest; [i.add_marker('xfail') for i in gc.get_objects() if type(i) is pytest.Function]; 1 / 0",
+    ],
+)
+def test_a_green_test_that_the_agent_s_code_skips_or_expects_to_fail_takes_the_reward(
+    outcome: str, tree: Tree, marked: HiddenTests, packages: tuple[Path, ...]
+) -> None:
+    code = f"def add(a, b):\n    if a == 0:\n        {outcome}\n    return a + b\n"
+    seen = verdict(tree, marked, packages, f"cat > sums.py <<'EOF'\n{code}EOF")
+    assert (seen.reward, seen.turned_green) == (0.0, (marked.red[0],))
+    assert marked.green[0] in seen.turned_red
 
 
 def test_an_expected_failure_is_no_success_of_unittest() -> None:
@@ -256,7 +278,7 @@ def test_what_cannot_be_judged_is_a_failure_and_no_score(
         (
             ReportKind.TAP,
             "1..4\nok 1 - a\nnot ok 2 - b\nok 3 # SKIP no\nnot ok 4 - d # TODO later\n",
-            {"a": "passed", "b": "failed", "3": "skipped", "d": "passed"},
+            {"a": "passed", "b": "failed", "3": "skipped", "d": "xfailed"},
         ),
         (ReportKind.EXIT_CODE, "", {"exit": "passed"}),
         (ReportKind.JUNIT, "", {}),

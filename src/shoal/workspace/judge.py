@@ -44,6 +44,8 @@ _NEEDED = sys.stdlib_module_names | {
 MOST_REPORT_BYTES = 16 << 20
 _LOG_CHARACTERS = 4000
 _REPORT = f"{HOME[1:]}/report.xml"
+_UNTESTED = (TestStatus.SKIPPED, TestStatus.XFAILED)
+"""Results that any code which a test calls can bring about."""
 
 
 class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -57,7 +59,7 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     red: tuple[str, ...] = ()
     """Tests that fail in the tree and should pass. Empty: all tests of the report."""
     green: tuple[str, ...] = ()
-    """Tests that pass in the tree, or fail as expected, and must still do so; a skip is not enough."""
+    """Tests that pass in the tree and must still do so. One that skips or fails as expected must do so there too."""
     restored: tuple[str, ...] = ()
     """Paths of the tree's own tests, in addition to `STEERING`: the agent's changes there count for nothing."""
     all_or_nothing: bool = False
@@ -112,35 +114,54 @@ async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
     `TaskError` for tests whose paths lead out of the tree.
     """
     async with workspace.turn:
-        canary = f"test_{secrets.token_hex(8)}"
         try:
-            async with held(partial(_second, workspace, tests, canary)) as second:
-                command, options = _command(tests, canary)
-                finished = await second.run_program((*command, *options), tests.limits)
-                report = left_in(second.own / _REPORT, MOST_REPORT_BYTES + 1) or b""
+            run, before = await _ran(workspace, tests), dict[str, TestStatus]()
+            if any(run.tests.get(name) in _UNTESTED for name in tests.green):
+                tree = replace(workspace.tree, layers=workspace.tree.layers[-1:])
+                async with held(partial(fork, tree, workspace.kind, packages=workspace.packages)) as untouched:
+                    before = (await _ran(untouched, tests)).tests
         except OSError as error:  # no space, no memory, no descriptor
             raise SandboxUnavailable(f"no verdict could be reached: {error}") from error
+    return _verdict(tests, run, before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """One run of hidden tests: its report, how it ended, and its output."""
+
+    tests: dict[str, TestStatus]
+    is_forged: bool
+    finished: Finished
+    output: str
+
+
+async def _ran(workspace: Workspace, tests: HiddenTests) -> _Run:
+    canary = f"test_{secrets.token_hex(8)}"
+    async with held(partial(_second, workspace, tests, canary)) as second:
+        command, options = _command(tests, canary)
+        finished = await second.run_program((*command, *options), tests.limits)
+        report = left_in(second.own / _REPORT, MOST_REPORT_BYTES + 1) or b""
     output = (finished.stdout + b"\n" + finished.stderr).decode(errors="replace")
     report = report if len(report) <= MOST_REPORT_BYTES else b""
     found = dict(await asyncio.to_thread(results, tests.kind, report, output, finished.exit_code))
     own = [name for name in found if canary in name]
     is_forged = bool(found) and _has_canary(tests) and [found.pop(name) for name in own] != [TestStatus.FAILED]
-    return _verdict(tests, found, finished, output, is_forged=is_forged)
+    return _Run(found, is_forged, finished, output)
 
 
-def _verdict(
-    tests: HiddenTests, found: Mapping[str, TestStatus], finished: Finished, output: str, *, is_forged: bool
-) -> Verdict:
-    red = tests.red or tuple(name for name in found if name not in tests.green)
-    kept = (TestStatus.PASSED, TestStatus.XFAILED)
-    turned_green = tuple(name for name in red if found.get(name) is TestStatus.PASSED)
-    turned_red = tuple(name for name in tests.green if found.get(name) not in kept)
-    reward = len(turned_green) / len(red) if red and not turned_red and not is_forged else 0.0
-    still_red = tuple(name for name in red if name not in turned_green)
+def _verdict(tests: HiddenTests, run: _Run, before: Mapping[str, TestStatus]) -> Verdict:
+    """`before` has the results without the agent: there a green test may be untested as well."""
+    red = tests.red or tuple(name for name in run.tests if name not in tests.green)
+    passed = {name for name, status in run.tests.items() if status is TestStatus.PASSED}
+    kept = passed | {name for name, status in run.tests.items() if status in _UNTESTED and before.get(name) is status}
+    turned_green = tuple(name for name in red if name in passed)
+    turned_red = tuple(name for name in tests.green if name not in kept)
+    reward = len(turned_green) / len(red) if red and not turned_red and not run.is_forged else 0.0
+    still_red = tuple(name for name in red if name not in passed)
     if tests.all_or_nothing and still_red:
         reward = 0.0
-    log = output[-_LOG_CHARACTERS:]
-    return Verdict(reward, found, turned_green, turned_red, still_red, is_forged, finished, log)
+    log = run.output[-_LOG_CHARACTERS:]
+    return Verdict(reward, run.tests, turned_green, turned_red, still_red, run.is_forged, run.finished, log)
 
 
 def _has_canary(tests: HiddenTests) -> bool:

@@ -38,7 +38,7 @@ class TestStatus(StrEnum):
     FAILED = "failed"
     SKIPPED = "skipped"
     XFAILED = "xfailed"
-    """Expected to fail, and did: a `green` test may, a `red` one may not."""
+    """Expected to fail, and did."""
 
 
 def results(kind: ReportKind, report: bytes, output: str, exit_code: int | None) -> Mapping[str, TestStatus]:
@@ -63,8 +63,10 @@ def _of_unittest(found: re.Match[str]) -> tuple[str, TestStatus]:
 
 
 def _of_tap(number: int, found: re.Match[str]) -> tuple[str, TestStatus]:
-    directive = (found[3] or "").lower()
-    return found[2].strip() or str(number), _status(passed=not found[1] or bool(directive), skipped=directive == "skip")
+    directive, name = (found[3] or "").lower(), found[2].strip() or str(number)
+    if found[1] and directive == "todo":
+        return name, TestStatus.XFAILED
+    return name, _status(passed=not found[1], skipped=directive == "skip")
 
 
 def _status(*, passed: bool, skipped: bool) -> TestStatus:
