@@ -211,6 +211,28 @@ def test_no_module_of_an_agent_becomes_a_plugin_of_pytest(place: str, tree: Tree
     assert (seen.reward, "ran -1" in seen.log, "PLUGGED" in seen.log) == (0.0, True, False)
 
 
+ENTRY = "[pytest11]\na = mine\n"
+
+
+@pytest.mark.parametrize("entry", ["a.egg-info/entry_points.txt", "b.egg-info/entry_points.txt"])
+def test_an_agent_s_installation_keeps_its_version_but_gives_pytest_no_plugin(
+    entry: str, source: Path, packages: tuple[Path, ...], kind: ForkKind
+) -> None:
+    (source / "a.egg-info").mkdir()
+    (source / "a.egg-info" / "entry_points.txt").write_text("[console_scripts]\na = a:main\n")
+    content = (
+        "from importlib.metadata import entry_points, version\nfrom sums import add\n"
+        "def test_a():\n    assert (version('a'), version('b'), add(1, 2)) == ('1', '2', 3)\n"
+        "    assert [one.value for one in entry_points(name='a')] == ['a:main']\n"
+    )
+    command = ("python", "-m", "pytest", "-q", "test_more.py")
+    hidden = HiddenTests(command, files={"test_more.py": content}, red=("test_more.py::test_a",))
+    versions = "printf 'Version: 1\n' > a.egg-info/PKG-INFO; printf 'Version: 2\n' > b.egg-info/PKG-INFO"
+    plugged = f"mkdir b.egg-info; {versions}; printf '{ENTRY}' > {entry}; cat > mine.py <<'EOF'\n{PLUGIN}EOF"
+    seen = verdict(tree_of(source), hidden, packages, MENDED, plugged, kind=kind)
+    assert (seen.reward, "PLUGGED" in seen.log) == (1.0, False), seen.log
+
+
 def test_an_agent_s_own_modules_stay_in_a_package_beside_its_hidden_tests(
     source: Path, packages: tuple[Path, ...]
 ) -> None:

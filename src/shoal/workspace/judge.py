@@ -41,6 +41,8 @@ _NEEDED = sys.stdlib_module_names | {
     *("exceptiongroup", "tomli"),
 }
 """Modules that a check may import besides the tree's own."""
+_ENTRY_POINTS = "/entry_points.txt"
+"""The file of an installation that can make a plugin of a module."""
 MOST_REPORT_BYTES = 16 << 20
 _LOG_CHARACTERS = 4000
 _REPORT = f"{HOME[1:]}/report.xml"
@@ -254,7 +256,7 @@ def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
             continue  # its folder is not searched
         for below in (workspace.own, *tree.layers[:-1]):
             for name in _shadows(below / tree.place[1:], folder, needed):
-                if not os.path.lexists(tree.base / folder / name):
+                if name.endswith(_ENTRY_POINTS) or not os.path.lexists(tree.base / folder / name):
                     yield str(folder / name)
 
 
@@ -278,8 +280,8 @@ def _shadows(root: Path, folder: PurePosixPath, needed: Collection[str]) -> Iter
             os.chmod(root / folder, 0o755)  # in the verdict's sandbox it has the rights of the layer above
         for one in os.scandir(root / folder):
             is_needed = one.name.partition(".")[0] in needed
-            if one.name.lower().endswith((".dist-info", ".egg-info")):
-                yield one.name
+            if one.name.lower().endswith((".dist-info", ".egg-info")) and not one.is_file(follow_symlinks=False):
+                yield one.name + _ENTRY_POINTS
             elif is_needed and one.is_dir(follow_symlinks=False):
                 yield from (f"{one.name}/__init__{end}" for end in all_suffixes())
             elif is_needed and (one.name.endswith((".py", ".pyc", ".so")) or one.is_symlink()):
