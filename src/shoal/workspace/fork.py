@@ -31,6 +31,8 @@ LIMITS = ProgramLimits(
     wall_s=60.0, cpu_s=60.0, memory_bytes=1 << 30, processes=64, output_bytes=1 << 20, file_bytes=256 << 20
 )
 """Limits of one command; files count together from the workspace's begin."""
+_IMAGE_PATH = "/opt/miniconda3/envs/testbed/bin"
+"""Environment of the tests in images of SWE-bench and SWE-smith, which a shell of theirs activates."""
 _STATE = f"{HOME}/.shell"
 _SHELL = (
     f"exec 2>&1; [ -f {_STATE} ] && . {_STATE} >/dev/null 2>&1; "
@@ -203,8 +205,8 @@ class Workspace:
 
     @property
     def backend(self) -> Backend:
-        """Sandbox backend of its commands."""
-        return Backend.NAMESPACES if self.kind is ForkKind.OVERLAY else strongest()
+        """Sandbox backend of its commands; bubblewrap starts this machine's Python, which a system's root lacks."""
+        return Backend.NAMESPACES if self.kind is ForkKind.OVERLAY or self.tree.has_system else strongest()
 
     @property
     def work_tree(self) -> WorkTree:
@@ -228,10 +230,16 @@ class Workspace:
         environment: dict[str, str] | None = None,
         stdin: bytes = b"",
     ) -> Finished:
-        """Runs a program in the tree's folder; "python" is this Python. Raises `SandboxUnavailable`."""
-        packages = self.packages if self.tree.has_system else (_commands(), *self.packages)
+        """Runs a program in the tree's folder; "python" is this Python, or the system's of a tree that has one.
+
+        Raises `SandboxUnavailable`.
+        """
+        packages, first = (_commands(), *self.packages), str(_commands())
+        if self.tree.has_system:
+            packages, first = self.packages, _IMAGE_PATH
+            argv = ("/usr/bin/env", "python3", *argv[1:]) if argv[0] == "python" else argv
         variables = {
-            "PATH": f"{_commands()}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+            "PATH": f"{first}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": HOME,
             "TMPDIR": f"{HOME}/tmp",
             "USER": "agent",

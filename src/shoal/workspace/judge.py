@@ -54,7 +54,7 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     """Tests that an agent does not see, and how they decide."""
 
     command: tuple[str, ...] = ("python", "-m", "pytest", "-q")
-    """Command in the tree's folder; "python" is this Python. It names the tests to run."""
+    """Command in the tree's folder; "python" is as in `Workspace.run_program`. It names the tests to run."""
     kind: ReportKind = ReportKind.JUNIT
     files: dict[str, str] = {}
     """Text by path, relative to the tree's folder or absolute below one of its top folders."""
