@@ -6,6 +6,7 @@ import os
 import sqlite3
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 
 from buffer_values import group, open_buffer, run_group, train
@@ -15,13 +16,15 @@ from shoal.experience.audit import KEPT_IDS, Check, audit
 from shoal.experience.log import FILE, snapshot
 from shoal.experience.schema import RunMeta
 
+META = RunMeta(max_staleness=2, late="drop", groups_per_step=2, push_every=1)
+
 
 @pytest.fixture
 def run_dir(tmp_path):
     """A run of 3 steps: g0..g5 consumed, g6 waiting, g7 failed, g8 dropped, g9 in flight."""
 
     async def main():
-        buffer = open_buffer(tmp_path, RunMeta(max_staleness=2, late="drop", groups_per_step=2, push_every=1))
+        buffer = open_buffer(tmp_path, META)
         for step in range(3):
             for i in (2 * step, 2 * step + 1):
                 await run_group(buffer, f"g{i}")
@@ -37,6 +40,22 @@ def run_dir(tmp_path):
 
     asyncio.run(main())
     return tmp_path
+
+
+async def with_archive(run_dir):
+    """Moves the first two steps out of the log."""
+    buffer = open_buffer(run_dir, META, resume=True)
+    await buffer.archive(1)
+    await buffer.close()
+
+
+def without_sizes(file):
+    """Writes a file of the archive anew, without the sizes of groups."""
+    with pq.ParquetFile(file) as opened:
+        tables = [opened.read_row_group(i).drop_columns("size") for i in range(opened.metadata.num_row_groups)]
+    with pq.ParquetWriter(file, tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
 
 
 def plant(run_dir, *statements):
@@ -112,7 +131,7 @@ def test_a_group_that_was_committed_twice_is_reported(run_dir):
     plant(
         run_dir,
         "CREATE TABLE others AS SELECT * FROM groups",
-        "INSERT INTO others SELECT 9, group_id, task, admitted_version, after_step FROM groups WHERE group_id = 'g5'",
+        "INSERT INTO others SELECT 9, group_id, task, admitted_version, after_step, 2 FROM groups WHERE finished_seq=6",
         "DROP TABLE groups",
         "ALTER TABLE others RENAME TO groups",
     )
@@ -227,6 +246,43 @@ def test_rollouts_that_vanished_before_others_of_their_group_are_reported(run_di
     assert offenders(run_dir, Check.READABLE) == [f"g6/{positions[0]}"]
     plant(run_dir, "UPDATE rollouts SET body = x'01' WHERE finished_seq = 8 AND position = 3")
     assert "g6/3" in offenders(run_dir, Check.READABLE), "the others keep their names"
+
+
+@pytest.mark.parametrize("archived", [False, True])
+def test_a_last_rollout_that_vanished_from_its_group_is_reported(run_dir, archived):
+    plant(run_dir, "DELETE FROM rollouts WHERE finished_seq = 2 AND position = 1")
+    if archived:
+        asyncio.run(with_archive(run_dir))
+    assert offenders(run_dir, Check.READABLE) == ["g1/1"]
+
+
+def test_a_dropped_group_whose_rollouts_all_vanished_is_reported(run_dir):
+    plant(run_dir, "DELETE FROM rollouts WHERE finished_seq IN (SELECT finished_seq FROM groups WHERE group_id = 'g8')")
+    assert offenders(run_dir, Check.READABLE) == ["g8"]
+
+
+@pytest.mark.parametrize("archived", [False, True])
+def test_a_log_of_groups_without_their_sizes_is_read_and_goes_on(run_dir, archived):
+    """As an older Shoal wrote them, into log and archive."""
+    if archived:
+        asyncio.run(with_archive(run_dir))
+        (file,) = (run_dir / "archive").iterdir()
+        without_sizes(file)
+    plant(run_dir, "ALTER TABLE groups DROP COLUMN size")
+    before = audit(run_dir)
+    assert before.ok, before.sentences()
+
+    async def go_on():
+        buffer = open_buffer(run_dir, META, resume=True)
+        await run_group(buffer, "g10")
+        await train(buffer, 3, 3)
+        await buffer.close()
+
+    asyncio.run(go_on())
+    after = audit(run_dir)
+    assert (after.ok, after.rollouts) == (True, before.rollouts + 2), after.sentences()
+    plant(run_dir, "DELETE FROM rollouts WHERE finished_seq = 9 AND position = 1")
+    assert offenders(run_dir, Check.READABLE) == ["g10/1"]
 
 
 def test_bytes_that_are_no_task_are_reported(run_dir):

@@ -155,7 +155,8 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
                 connection.execute(f"CREATE INDEX temp.{table}_by_{column} ON all_{table}({column})")
             into = f"INSERT INTO temp.all_{table}({', '.join(columns)})"
             if table in there:
-                connection.execute(f"{into} SELECT {', '.join(columns)} FROM main.{table}")
+                values = (name if name in there[table] else "NULL" for name in columns)
+                connection.execute(f"{into} SELECT {', '.join(values)} FROM main.{table}")
     connection.execute("CREATE TEMP TABLE archived(finished_seq, position, PRIMARY KEY(finished_seq, position))")
     for file in files:
         with _reading(file) as opened:
@@ -164,7 +165,7 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
     views = {table: f"SELECT * FROM temp.all_{table}" for table in _WHERE if table not in ("groups", "rollouts")}
     views["groups"] = (
         "SELECT finished_seq, group_id, COALESCE(task, moved_value(finished_seq, NULL)) AS task, "
-        "admitted_version, after_step FROM temp.all_groups"
+        "admitted_version, after_step, size FROM temp.all_groups"
     )
     views["rollouts"] = (
         "SELECT finished_seq, position, body FROM main.rollouts UNION ALL SELECT finished_seq, position, "
@@ -175,9 +176,15 @@ def attach_files(connection: sqlite3.Connection, files: Sequence[Path]) -> None:
         connection.execute(f"CREATE TEMP VIEW {table} AS {select}")
 
 
-def _tables(connection: sqlite3.Connection) -> set[str]:
-    """Names of the log's own tables."""
-    return {name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")}
+def _tables(connection: sqlite3.Connection) -> dict[str, set[str]]:
+    """Names of the log's own tables, with their columns; a log of an older Shoal lacks some."""
+    names = [name for (name,) in connection.execute("SELECT name FROM main.sqlite_master WHERE type = 'table'")]
+    return {name: {column for _, column, *_ in connection.execute(f"PRAGMA main.table_info({name})")} for name in names}
+
+
+def has_sizes(connection: sqlite3.Connection) -> bool:
+    """Whether the groups of a log state how many rollouts they have."""
+    return bool(connection.execute("SELECT 1 FROM pragma_table_info('groups') WHERE name = 'size'").fetchone())
 
 
 def spans(file: Path) -> list[tuple[bool, int, int, int]]:
@@ -242,7 +249,8 @@ def _load(connection: sqlite3.Connection, opened: Any) -> None:
     """Puts the rows of a file into the tables, except tasks and bodies."""
     for row_group in range(opened.metadata.num_row_groups):
         table = opened.metadata.row_group(row_group).column(0).statistics.min
-        kept = [name for name, kind in _columns()[table].items() if kind != "BLOB"]
+        there = opened.schema_arrow.names
+        kept = [name for name, kind in _columns()[table].items() if kind != "BLOB" and name in there]
         rows = opened.read_row_group(row_group, kept).to_pydict()
         values = zip(*(rows[name] for name in kept), strict=True)
         into = "archived" if table == "rollouts" else f"all_{table}"

@@ -180,9 +180,8 @@ def _choices(connection: sqlite3.Connection) -> Iterator[tuple[int, int, dict[in
 def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]) -> _Seen:
     """Checks a group's bytes; returns the values that the check of the order needs."""
     rollouts: list[RawRollout] = []
-    lost = next((expected for expected, position in enumerate(group.positions) if position != expected), None)
-    if lost is not None:
-        report.found(Check.READABLE, f"{group.id}/{lost}", "is missing")
+    if group.lost is not None:
+        report.found(Check.READABLE, f"{group.id}/{group.lost}", "is missing")
     for position, body in zip(group.positions, group.bodies, strict=True):
         try:
             rollouts.append(decode_rollout(body))
@@ -193,7 +192,7 @@ def _check_group(group: RawGroup, report: AuditReport, pushed: Mapping[int, int]
         service = wire.decode(group.task, Task, BODY_BYTES).service
     except WireError as error:
         report.found(Check.READABLE, group.id, f"task: {error}")
-    if not group.bodies and group.ended_reason is None:
+    if not group.bodies and (group.size or group.ended_reason is None):
         report.found(Check.READABLE, group.id, "has no rollouts")
     for rollout in rollouts:
         _check_rollout(rollout, report)

@@ -21,7 +21,7 @@ import msgspec
 from shoal import wire
 from shoal.errors import LogBehind, RunDirError
 from shoal.experience import archive, checkpoint
-from shoal.experience.schema import FORMAT, META_KEYS, SCHEMA, TURNS, Begun, ConsumedGroup, RunMeta, StepRecord
+from shoal.experience.schema import FORMAT, META_KEYS, SCHEMA, SIZES, TURNS, Begun, ConsumedGroup, RunMeta, StepRecord
 from shoal.files import sync
 from shoal.types import Group, Origin, Rollout, Task
 
@@ -172,7 +172,7 @@ def _create_or_check(connection: sqlite3.Connection, meta: RunMeta, path: Path) 
     for key, value in values.items():
         if stored.get(key, "") != value:
             raise RunDirError(f"{path} was written with {key} = {stored.get(key)}; it cannot go on with {value}")
-    for statement in TURNS:
+    for statement in TURNS if archive.has_sizes(connection) else (*TURNS, SIZES):
         connection.execute(statement)
 
 
@@ -249,8 +249,8 @@ def insert_started(
 def insert_group(connection: sqlite3.Connection, group: Group, after_step: int) -> int:
     """Records a finished group and returns its finished_seq."""
     seq = connection.execute(
-        "INSERT INTO groups(group_id, task, admitted_version, after_step) VALUES (?, ?, ?, ?)",
-        (group.id, wire.encode(group.task), group.admitted_version, after_step),
+        "INSERT INTO groups(group_id, task, admitted_version, after_step, size) VALUES (?, ?, ?, ?, ?)",
+        (group.id, wire.encode(group.task), group.admitted_version, after_step, len(group.rollouts)),
     ).lastrowid
     assert seq is not None
     bodies = [(seq, position, wire.encode(rollout)) for position, rollout in enumerate(group.rollouts)]

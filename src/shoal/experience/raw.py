@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal import wire
+from shoal.experience.archive import has_sizes
 from shoal.experience.log import BODY_BYTES
 from shoal.turn_tree import turns_of_rows
 from shoal.types import Completion, Reward, Rollout, Turn, check_parents
@@ -88,20 +89,29 @@ class RawGroup:
     """Wire bytes of the rollouts."""
     positions: tuple[int, ...] = ()
     """Positions of the rollouts in their group, if they were read."""
+    size: int | None = None
+    """Number of rollouts that the group had; None where it was not recorded or read."""
+
+    @property
+    def lost(self) -> int | None:
+        """The first position without a rollout; None where all are there."""
+        every = range(max((self.size or 0) - 1, *self.positions) + 1) if self.positions else ()
+        return next((position for position in every if position not in self.positions), None)
 
 
 def read_groups(connection: sqlite3.Connection) -> Iterator[RawGroup]:
     """Every finished group in the order of commit, one in memory at a time."""
+    column = "size" if has_sizes(connection) else "NULL"
     rows = connection.execute(
         "SELECT finished_seq, group_id, task, groups.admitted_version, peer_id, reason, step, version, "
-        "ended.after_step, trained_from, masked_tokens FROM groups LEFT JOIN started USING (group_id) "
+        f"ended.after_step, trained_from, masked_tokens, {column} FROM groups LEFT JOIN started USING (group_id) "
         "LEFT JOIN ended USING (group_id) LEFT JOIN consumed USING (finished_seq) LEFT JOIN steps USING (step) "
         "ORDER BY finished_seq"
     )
     query = "SELECT position, body FROM rollouts WHERE finished_seq = ? ORDER BY position"
-    for row in rows:
+    for *row, size in rows:
         bodies = dict(connection.execute(query, (row[0],)))
-        yield RawGroup(*(*row, tuple(bodies.values()), tuple(bodies)))
+        yield RawGroup(*(*row, tuple(bodies.values()), tuple(bodies), size))
 
 
 def decode_rollout(body: bytes) -> RawRollout:

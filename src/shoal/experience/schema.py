@@ -29,7 +29,7 @@ CREATE TABLE started(
     admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL, peer_id TEXT, message_id TEXT);
 CREATE TABLE groups(
     finished_seq INTEGER PRIMARY KEY AUTOINCREMENT, group_id TEXT NOT NULL UNIQUE, task BLOB NOT NULL,
-    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL);
+    admitted_version INTEGER NOT NULL, after_step INTEGER NOT NULL, size INTEGER);
 CREATE TABLE rollouts(finished_seq INTEGER NOT NULL, position INTEGER NOT NULL, body BLOB NOT NULL);
 CREATE UNIQUE INDEX rollouts_of_group ON rollouts(finished_seq, position);
 CREATE TABLE ended(
@@ -43,6 +43,8 @@ CREATE TABLE trained(step INTEGER NOT NULL, weights TEXT NOT NULL);
 CREATE TABLE published(version INTEGER NOT NULL, checksum TEXT NOT NULL);
 CREATE TABLE shards(name TEXT PRIMARY KEY, through INTEGER NOT NULL);
 """
+SIZES = "ALTER TABLE groups ADD COLUMN size INTEGER"
+"""Number of rollouts of a group, null in logs of the same format that lacked it; made in these logs, too."""
 TURNS = (
     "CREATE TABLE IF NOT EXISTS turns(group_id TEXT NOT NULL, rollout INTEGER NOT NULL, prompt BLOB NOT NULL, "
     "body BLOB NOT NULL)",
