@@ -1,9 +1,11 @@
 """States of models on disk and their weights in the trainer are those of the same finished requests."""
 
+import asyncio
 import json
+import re
 import sqlite3
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from fuzz_tinker import floats, gradients, proto
 from rank_here import RankHere, nothing_pending
+from shoal.errors import RunDirError
 from shoal.tinker.app import TinkerApp
 from shoal.tinker.bodies import encoded
 from shoal.tinker.models_trainer import ServerSettings
@@ -76,6 +79,27 @@ def test_what_a_client_is_told_survives_the_loss_of_power(tmp_path: Path) -> Non
     store.close()
 
 
+@contextmanager
+def full_disk(store: Store) -> Iterator[None]:
+    """SQLite has no page left, and changes need one."""
+    changes = ("INSERT ON sessions", "UPDATE ON requests", "DELETE ON checkpoints")
+    store._db.execute("CREATE TABLE filler (bytes BLOB)")
+    for number, change in enumerate(changes):
+        grow = f"BEFORE {change} BEGIN INSERT INTO filler VALUES (zeroblob(1 << 20)); END"
+        store._db.execute(f"CREATE TEMP TRIGGER full_{number} {grow}")
+    pragma(store, "max_page_count", f"={pragma(store, 'page_count')}")
+    yield
+    pragma(store, "max_page_count", f"={1 << 30}")
+    for number, _ in enumerate(changes):
+        store._db.execute(f"DROP TRIGGER full_{number}")
+
+
+async def answer_to_a_new_session(service: TinkerService) -> httpx.Response:
+    http = httpx.ASGITransport(TinkerApp(service, ("key",)).app)
+    async with httpx.AsyncClient(transport=http, headers={"X-API-Key": "key"}) as client:
+        return await client.post("http://here/api/v1/create_session", json={"type": "create_session"})
+
+
 async def test_a_full_disk_ends_requests_and_no_server(
     tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,15 +111,12 @@ async def test_a_full_disk_ends_requests_and_no_server(
         service.submit("m/0", "m", "create", b"")
         await until(partial(nothing_pending, store), WAIT_S)
         service.submit("m/1", "m", "optim_step", ADAM)
-        store._db.execute("PRAGMA query_only = ON")  # no write succeeds, as on a full disk
-        http = httpx.ASGITransport(TinkerApp(service, ("key",)).app)
-        async with httpx.AsyncClient(transport=http, headers={"X-API-Key": "key"}) as client:
-            refused = await client.post("http://here/api/v1/create_session", json={"type": "create_session"})
-        assert refused.status_code == 507
-        assert "free space" in refused.text
-        await until(lambda: "OperationalError" in capsys.readouterr().err, WAIT_S)
-        assert not nothing_pending(store)
-        store._db.execute("PRAGMA query_only = OFF")
+        with full_disk(service.store):
+            refused = await answer_to_a_new_session(service)
+            assert refused.status_code == 507
+            assert "free space" in refused.text
+            await until(lambda: "is full" in capsys.readouterr().err, WAIT_S)
+            assert not nothing_pending(store)
         await until(partial(nothing_pending, store), WAIT_S)
         service.submit("m/2", "m", "optim_step", ADAM)
         await until(partial(nothing_pending, store), WAIT_S)
@@ -110,9 +131,28 @@ async def test_a_checkpoint_whose_time_is_over_makes_room_on_a_full_disk(tiny_mo
         ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0), trainers=trainers
     ) as service:
         service.store.add_checkpoint(SavedWeights("tinker://m/weights/a", "m", "training", str(saved), 0, 1, 0, 1))
-        service.store._db.execute("PRAGMA query_only = ON")
-        await until(lambda: not saved.exists(), WAIT_S)
-        service.store._db.execute("PRAGMA query_only = OFF")
+        with full_disk(service.store):
+            await until(lambda: not saved.exists(), WAIT_S)
+
+
+@pytest.mark.parametrize("kind", ["optim_step", "sample"])
+async def test_a_store_that_no_space_mends_ends_the_server_with_a_sentence(
+    kind: str, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    why = "server.sqlite: expected a database that can be written, got: attempt to write a readonly database"
+    with pytest.RaisesGroup(pytest.RaisesExc(RunDirError, match=re.escape(why))):
+        async with TinkerService(
+            ServerSettings({"tiny": tiny_model_dir}, tmp_path, engines=0), trainers=trainers
+        ) as service:
+            service.store.add_session("s", owner_of("key"))
+            service.store.add_model("m", "s", "tiny", encoded(Adapter(2)), "", False)
+            service.submit("m/0", "m", "create", b"")
+            await until(partial(nothing_pending, service.store), WAIT_S)
+            service.submit("m/1", "m", kind, ADAM)
+            service.store._db.execute("PRAGMA query_only = ON")
+            refused = await answer_to_a_new_session(service)
+            assert (refused.status_code, "free space" in refused.text) == (500, False)
+            await asyncio.Event().wait()
 
 
 def test_a_transaction_that_finds_no_room_leaves_the_store_usable(tmp_path: Path) -> None:

@@ -18,10 +18,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from tinker.proto import tinker_public_pb2 as pb
 
-from shoal.errors import WireError
-from shoal.net.server import HANDLERS, Refused, body, decoded, json
+from shoal.errors import RunDirError, WireError
+from shoal.net.server import HANDLERS, Refused, body, decoded, json, refusal
 from shoal.tinker import requests as r
-from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, no_room, page
+from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, page
 from shoal.tinker.data import MOST_ROWS
 from shoal.tinker.sampling import checked
 from shoal.tinker.service import TinkerService, new_id
@@ -87,8 +87,17 @@ class TinkerApp:
             Route("/api/v1/healthz", lambda _: json({"status": "ok"})),
         ]
         self.app = Starlette(
-            routes=routes, exception_handlers={**HANDLERS, ClientDisconnect: gone, OperationalError: no_room}
+            routes=routes, exception_handlers={**HANDLERS, ClientDisconnect: gone, OperationalError: self._not_stored}
         )
+
+    async def _not_stored(self, _: Http, error: Exception) -> Response:
+        assert isinstance(error, OperationalError)
+        try:
+            self._store.check_passes(error)
+        except RunDirError as lasting:
+            return refusal(lasting)
+        why = f"the server's disk: {error}; free space, then try again"
+        return refusal(Refused(HTTPStatus.INSUFFICIENT_STORAGE, why))
 
     def _route(self, path: str, handler: Handler, *methods: str) -> Route:
         """Route whose client must give a key; POST without `methods`."""

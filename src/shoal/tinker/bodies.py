@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request as Http
 from starlette.responses import Response
 
-from shoal.net.server import Refused, refusal
+from shoal.net.server import Refused
 from shoal.tinker.store import SavedWeights
 
 NAME = re.compile(r"[\w.-]{1,128}")
@@ -18,11 +18,6 @@ PLACE = re.compile(r"[0-9]{1,9}")
 async def gone(http: Http, error: Exception) -> Response:
     """Answer to a client that has disconnected; it is never read."""
     return Response(status_code=HTTPStatus.REQUEST_TIMEOUT)  # never read
-
-
-async def no_room(http: Http, error: Exception) -> Response:
-    """Answer to a request that the store cannot write."""
-    return refusal(Refused(HTTPStatus.INSUFFICIENT_STORAGE, f"the server's disk: {error}; free space, then try again"))
 
 
 def checked_name(given: str | None, seq_id: int | None) -> str:

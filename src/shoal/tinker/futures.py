@@ -4,7 +4,6 @@ import asyncio
 import sqlite3
 import sys
 import traceback
-from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -42,7 +41,8 @@ class Futures:
         """Ends a request with its result or its error; a model whose creation failed is closed.
 
         A restart `repeats` the request. A result that finds no room on the disk raises `sqlite3.OperationalError`. An
-        error waits for room: what the store does not hold, a restart would not know.
+        error waits for room: what the store does not hold, a restart would not know. Raises `RunDirError` when the
+        store can never be written.
         """
         if isinstance(result, bytes):
             self._store.resolve(request.id, result, repeats=repeats)
@@ -57,13 +57,16 @@ class Futures:
 
     async def _fail(self, request: StoredRequest, failure: bytes) -> None:
         while True:
-            with suppress(sqlite3.OperationalError), self._store.together():
-                self._store.resolve(request.id, failure, failed=True)
-                if request.kind == "create":
-                    self._store.close_model(request.target)
-                elif request.kind == "optim_step":
-                    self._store.drop_gradient(request)
-                break
+            try:
+                with self._store.together():
+                    self._store.resolve(request.id, failure, failed=True)
+                    if request.kind == "create":
+                        self._store.close_model(request.target)
+                    elif request.kind == "optim_step":
+                        self._store.drop_gradient(request)
+                return
+            except sqlite3.Error as error:
+                self._store.check_passes(error)
             await asyncio.sleep(ROOM_CHECK_S)
 
     def set(self, id_: str) -> None:

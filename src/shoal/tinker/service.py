@@ -210,10 +210,12 @@ class TinkerService:
     async def _expire(self) -> None:
         """Removes expired checkpoints."""
         while True:
-            with contextlib.suppress(sqlite3.OperationalError):  # of a full disk, which the removed files make room on
+            try:
                 for checkpoint in self.store.expired(time.time()):
                     self.remove(checkpoint)
                 self.store.forget(time.time() - KEPT_S)
+            except sqlite3.Error as error:
+                self.store.check_passes(error)  # on a full disk, the removed files make room
             await asyncio.sleep(EXPIRY_CHECK_S)
 
     def remove(self, checkpoint: SavedWeights) -> None:

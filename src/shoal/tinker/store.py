@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.errors import RequestRefused
+from shoal.errors import RequestRefused, RunDirError
 from shoal.trainer.messages import Adapter
 
 MOST_TTL_S = 10 * 365 * 86_400
@@ -42,6 +42,8 @@ CREATE TABLE IF NOT EXISTS checkpoints (
 """
 KEPT = "coalesce(expires, 9e99) > ?"
 """Condition of a checkpoint that has not expired."""
+_PASSING = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+"""SQLite errors of a full disk, or of another program's lock."""
 KEPT_S = 86_400.0
 """Seconds for which the result of a request can be fetched."""
 
@@ -121,11 +123,17 @@ class Store:
     """One file. A returned write survives the loss of power; without room it raises `sqlite3.OperationalError`."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._db.execute("PRAGMA journal_mode = WAL")
         self._db.execute("PRAGMA synchronous = FULL")
         self._db.executescript(SCHEMA)
+
+    def check_passes(self, error: sqlite3.Error) -> None:
+        """Raises `RunDirError` for an error that does not pass by itself when the disk has room."""
+        if getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF not in _PASSING:
+            raise RunDirError(f"{self._path}: expected a database that can be written, got: {error}") from error
 
     def forget(self, before: float) -> None:
         """Deletes finished requests older than `before` that no restart repeats, so that their bodies are empty."""
