@@ -532,6 +532,22 @@ def test_the_influence_of_a_group_depends_on_the_rows_of_its_own_update_only(tin
         assert other == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.parametrize("loss_mean", ["tokens", "rows", "budget", "sums"])
+def test_rows_without_trained_tokens_change_no_influence(tiny_model_dir: Path, loss_mean: str) -> None:
+    given = groups(4, count=2, size=2)
+    untrained = replace(given[0][0], mask=(0,) * len(given[0][0].mask))
+
+    def found(given: list[list[Sample]]) -> tuple[tuple[float, float], ...]:
+        config = TrainConfig.model_validate({"loss_mean": loss_mean, "max_grad_norm": 1e9})
+        one = Trainer(tiny_model_dir, ModelConfig(device="cpu"), config, max_tokens=16)
+        (share,) = Packer(config, 64, 16).step(given)
+        return influences(one, Step(share, group_sizes=tuple(map(len, given))))
+
+    wanted, got = found(given), found([[*given[0], untrained, untrained], given[1]])
+    for one, other in zip(wanted, got, strict=True):
+        assert other == pytest.approx(one, rel=1e-5)
+
+
 @pytest.mark.parametrize(("mean", "ratio"), [("tokens", 3.0), ("rows", 1.0)])
 def test_what_others_gain_without_a_group_that_teaches_nothing_is_its_part_of_the_mean(
     tiny_model_dir: Path, mean: str, ratio: float

@@ -42,6 +42,7 @@ def influences(trainer: Trainer, step: Step) -> tuple[tuple[float, float], ...]:
         if not each.informative:
             continue
         at, minibatch = Moment(step.version, step.since_push, taken=k), trainer.bounded(each)
+        trained = [row for batch in minibatch.batches for row in batch.rows]
         trainer.accumulate(minibatch, totals, at, fresh=k == 0 or fresh)
         whole = trainer.optimizer.gradients()
         clip, sensitivity = trainer.optimizer.sensitivity(whole)
@@ -49,7 +50,7 @@ def influences(trainer: Trainer, step: Step) -> tuple[tuple[float, float], ...]:
             rows = range(first_of[group], first_of[group + 1])
             if (part := _part(minibatch, rows)) is not None:
                 trainer.accumulate(part, StepTotals(trainer.device), at, fresh=k == 0 or fresh)
-                share = len(rows) / (first_of[own.stop] - first_of[own.start])
+                share = sum(row in rows for row in trained) / len(trained)
                 if by_tokens:
                     share = sum(float(batch.weight_N.sum()) for batch in part.batches)
                 found[group] = _influence(trainer.optimizer.gradients(), whole, share, clip, sensitivity)
