@@ -193,3 +193,4 @@ def test_the_embedded_model_s_lessons_are_of_training_games_in_the_example_s_wor
     assert all(len(start) <= 7 for start in starts)
     held_out = written(TaskConfig(name="hanoi", service="turns", rewrite=REWRITE, eval_share=0.5), 0)
     assert not starts & {held_out.draw(Split.EVAL, index).messages[0].content for index in range(100)}
+    assert len({next(played_turns(seed, 0.75))[0] for seed in range(8)}) > 2, "another seed's games are others"

@@ -13,6 +13,7 @@ from benchmarks.work import CoinScorer
 from chat_templates import renderer
 from gateway_engine import CONTEXT, ScriptedEngine
 from shoal import wire
+from shoal.environments.workspace import command_in
 from shoal.errors import TaskError
 from shoal.gateway.host import Host
 from shoal.interfaces import Purpose
@@ -61,10 +62,27 @@ def test_a_small_program_is_mended_by_commands(own_cache: None) -> None:
     assert (rollout.status, rollout.reward.value, len(rollout.turns)) == (RolloutStatus.FINISHED, 1.0, 3)
     assert "def f(" in rollout.messages[3].content
     assert played(game, task, "DONE").reward.value == 0.0
+    ends = played(game, task, block("echo 'import os; os._exit(0)' > program.py"), "DONE").reward
+    assert (ends.value, ends.evidence.splitlines()[-1]) == (0.0, "still red: test_hidden.py::test_f")
     assert (
         played(game, task, block("ls -a; find / -name 'test_hidden*' 2>&1"), "DONE").messages[3].content.count("hidden")
         == 0
     )
+
+
+def test_a_command_is_what_stands_in_the_block_without_empty_lines_around_it() -> None:
+    assert command_in(block("\n  printf %s a\\ \n")) == "  printf %s a\\ "
+
+
+def test_the_tasks_of_a_file_come_once_in_each_epoch_in_an_order_of_its_own(tmp_path: Path) -> None:
+    lines = [{**SUMS, "id": str(i), "split": "train" if i else "eval", "problem": f"Mend {i}."} for i in range(9)]
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    game = service("workspace", tasks=str(file))
+    first, second = ([game.draw(Split.TRAIN, index).info for index in range(at, at + 8)] for at in (0, 8))
+    assert len({*first}) == 8
+    assert {*first} == {*second}
+    assert first != second
 
 
 def test_a_task_of_a_file_is_mended_by_calls(tasks: str) -> None:

@@ -69,7 +69,12 @@ def test_prompts_may_be_messages_and_are_rewritten_under_a_system_prompt(tmp_pat
         {"prompt": [{"role": "user", "content": f"Please say {number}."}], "answer": "x", "info": {"level": 3}}
         for number in range(30)
     ]
-    tasks = service(written(tmp_path, rows), system_prompt="Be brief.", rewrite=[("Please s", "S")], scorer="contains")
+    tasks = service(
+        written(tmp_path, rows),
+        system_prompt="Be brief.",
+        rewrite=[("Please s(?P<rest>ay)", r"S\g<rest>")],
+        scorer="contains",
+    )
     task = tasks.draw(Split.TRAIN, 0)
     assert task.messages[0] == Message(Role.SYSTEM, "Be brief.")
     assert task.messages[1].content.startswith("Say ")

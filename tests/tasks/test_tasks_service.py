@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 import service_tasks
 from shoal.config import Config, TaskConfig
 from shoal.errors import ConfigError, TaskError, WorkerLost
-from shoal.interfaces import Environment
+from shoal.interfaces import Environment, Model
 from shoal.net.client import authorization
 from shoal.net.joining import JOIN, NUMBER
 from shoal.net.listening import free_port, token_file
@@ -33,7 +33,7 @@ from shoal.rehearsal.clock import run_virtual
 from shoal.tasks.library import Library, library_of, written
 from shoal.tasks.remote_environment import NO_PROCESS, RemoteEnvironment, Service, ServiceLate, TaskServer
 from shoal.tasks.remote_protocol import DrawJob, RolloutJob, ScoreJob, TaskRole
-from shoal.tasks.remote_worker import RemoteWorker
+from shoal.tasks.remote_worker import HttpModel, RemoteWorker
 from shoal.tasks.sdk import Definition, EnvironmentFailed, PolicyFailed, definition_at
 from shoal.types import Message, Outcome, Reward, RewardStatus, Role, Split, Task
 from until import until
@@ -200,6 +200,23 @@ def test_an_author_s_class_takes_params_as_its_fields_and_the_task_s_prompt_and_
     for params, why in (({"counts": 9}, "no field counts"), ({"count": "x"}, "count"), (3, "expected a table")):
         with pytest.raises(TaskError, match=why):
             lettered(params=params)
+
+
+class Keyed:
+    """Its answer is the key with which it reached the model."""
+
+    def draw(self, rng: random.Random) -> str:
+        return "a"
+
+    async def rollout(self, task: Task, model: Model) -> str:
+        return model.api_key
+
+
+async def test_a_rollout_that_shortens_what_it_says_reaches_its_session_too() -> None:
+    async with aiohttp.ClientSession() as http:
+        model = HttpModel("http://unasked", "http://unasked", "key", http)
+        outcome = await replace(Definition("keyed", Keyed()), rewrite=[("a", "_")]).rollout(ASKED, model)
+    assert outcome.answer == "key"
 
 
 def test_the_run_s_seed_moves_the_training_questions_and_no_held_out_one() -> None:
@@ -388,6 +405,25 @@ def test_a_process_that_scores_too_few_answers_scored_none() -> None:
     why = "fast: expected 2 rewards, got 1"
     rewards = asyncio.run(RemoteEnvironment("fast", server).score(ASKED, ["2", "3"]))
     assert rewards == [Reward(0.0, RewardStatus.FAILED, evidence=why)] * 2
+
+
+class Inside(TaskServer):
+    """A server whose callers are on its loop."""
+
+    done = staticmethod(asyncio.ensure_future)
+
+
+def test_a_process_that_never_draws_or_scores_is_waited_for_half_a_minute_or_a_whole_one() -> None:
+    async def main() -> None:
+        server: Any = Inside(["fast"])
+        joined(server.services["fast"])
+        with pytest.raises(EnvironmentFailed, match="fast: nothing came of a draw within 30 s"):
+            await RemoteEnvironment("fast", server).drawn(Split.TRAIN, 0)
+        why = "fast: nothing came of a score within 60 s"
+        rewards = await RemoteEnvironment("fast", server).score(ASKED, ["2"])
+        assert rewards == [Reward(0.0, RewardStatus.TIMED_OUT, evidence=why)]
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize(
