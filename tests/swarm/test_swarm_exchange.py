@@ -20,6 +20,9 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from cryptography.x509.oid import NameOID
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import StreamConfig, StreamInfo, StreamState
 
 from benchmarks.memory_swarm import MemorySwarm
 from shoal.errors import ChildDied, ConfigError, ExchangeUnavailable
@@ -448,6 +451,38 @@ def test_three_servers_of_a_cluster_each_keep_the_frames(tmp_path: Path) -> None
             await member.__aexit__(None, None, None)
 
     asyncio.run(main())
+
+
+class Refusing(JetStreamContext):
+    """A server without streams that refuses copies with a code of its errors."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(Client())
+        self.code, self.asked = code, list[int]()
+
+    async def stream_info(self, *_: object, **__: object) -> StreamInfo:
+        raise nats.js.errors.NotFoundError
+
+    async def add_stream(self, config: StreamConfig | None = None, **params: int) -> StreamInfo:  # type: ignore[override]
+        self.asked.append(params["num_replicas"])
+        if params["num_replicas"] > 1:
+            nats.js.errors.APIError.from_error({"code": 500, "err_code": self.code, "description": "why"})
+        return StreamInfo(config or StreamConfig(), StreamState(0, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize("code", [10008, 10027, 10047, 10120])
+async def test_a_stream_that_is_refused_for_another_reason_than_its_copies_is_not_made_with_one(code: int) -> None:
+    stream = Refusing(code)
+    with pytest.raises(nats.js.errors.ServerError, match=f"ServerError: code=500 err_code={code} description='why'"):
+        await NatsExchange(NatsOptions(("nats://127.0.0.1:1",) * 3, "reef"))._ensure_stream(stream)
+    assert stream.asked == [3]
+
+
+@pytest.mark.parametrize("code", [10005, 10074])
+async def test_servers_that_cannot_have_copies_keep_one(code: int) -> None:
+    stream = Refusing(code)
+    await NatsExchange(NatsOptions(("nats://127.0.0.1:1",) * 3, "reef"))._ensure_stream(stream)
+    assert stream.asked == [3, 1]
 
 
 def certificate(folder: Path) -> tuple[Path, Path]:

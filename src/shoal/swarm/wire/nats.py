@@ -52,6 +52,8 @@ HISTORY_S = 3600.0
 SKIP_EVERY_S = 10.0
 """Seconds between two skips to the newest frames. In a flood every peer is behind again at once, and each skip makes a
 consumer."""
+NO_COPIES = (10005, 10074)
+"""Errors of servers that cannot keep copies: too few of them are there, or they form no cluster."""
 STREAM_BYTES = 256 * 1024 * 1024
 MOST_FOLLOWED = 1024
 """Subjects of the second consumer's filter."""
@@ -308,10 +310,10 @@ class NatsExchange:
         copies = 3 if len(self._options.servers) >= 3 else 1
         try:
             await stream.add_stream(config, num_replicas=copies)
-        except nats.js.errors.APIError:
-            if copies == 1:
+        except nats.js.errors.APIError as error:
+            if copies == 1 or error.err_code not in NO_COPIES:
                 raise
-            await stream.add_stream(config, num_replicas=1)  # servers that form no cluster
+            await stream.add_stream(config, num_replicas=1)
 
     async def _disconnect(self) -> None:
         client, self._client, self._consumer, self._follower = self._client, None, None, None
