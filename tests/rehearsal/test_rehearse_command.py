@@ -90,6 +90,14 @@ def test_a_rate_that_no_split_reaches_is_searched_with_more_answers_at_once() ->
     assert wide.figures.tokens_per_s > 1.3 * narrow.figures.tokens_per_s
 
 
+def test_short_answers_get_a_trainer_of_more_than_half_of_the_gpus() -> None:
+    settings = load(EXAMPLE, [word.removeprefix("--") for word in SETTINGS])
+    answers = answers_of(settings, None, 40, 2000)
+    hardware = hardware_of(settings, "2+6", "h200", answers, PRICE)
+    found = searched(settings, hardware, answers, tokens_per_s=1e9, powers=(0,), bounds=(4,), scales=(1,))
+    assert found.split.trainer > found.split.engines
+
+
 def test_a_token_uses_its_own_experts_of_a_directory_of_a_mixture(tmp_path: Path) -> None:
     experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     path = saved("Qwen3Moe", tmp_path, num_key_value_heads=2, head_dim=8, **experts)

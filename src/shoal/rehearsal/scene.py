@@ -59,8 +59,9 @@ class Scene:
 
     @property
     def sampling_s(self) -> float:
-        """Expected seconds in which engines sample the answers of a step, with as many at once as they have places."""
-        running = min(self.engine.places, -(-self.rollouts // self.engines))
+        """Expected seconds in which engines sample the answers of a step, as many at once as may be."""
+        ahead = self.rollouts * (1 + self.config.asynchrony.max_staleness)
+        running = min(self.engine.places, -(-ahead // self.engines))
         context = running * (self.prompt_tokens + self.mean_tokens / 2)
         step_s = self.engine.base_s(running) + context * self.engine.context_s
         return self.rollouts * self.mean_tokens * step_s / running / self.engines

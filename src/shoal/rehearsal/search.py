@@ -206,7 +206,7 @@ def searched(
     """The cheapest split and bound that reach a token rate; the fastest when none does.
 
     GPUs are those of `hardware` times powers of two down to a quarter and up to four times, with shares of the trainer
-    from an eighth to a half. Where a number of GPUs is too slow, its best split is also tried with the batch and the
+    from one to seven eighths. Where a number of GPUs is too slow, its best split is also tried with the batch and the
     concurrency times `scales`. A configuration whose sides alone are too slow is not rehearsed.
     """
     from shoal.rehearsal.rehearse import rehearse  # joins all parts of a run
@@ -228,8 +228,8 @@ def searched(
 
     groups, running = config.train.groups_per_step, config.engine.max_running
     for count in (round(hardware.count * 2.0**power) for power in powers):
-        for share in (0.125, 0.25, 0.375, 0.5):
-            trainer = max(round(count * share), 1)
+        for eighths in range(1, 8):
+            trainer = max(round(count * eighths / 8), 1)
             engines = (count - trainer) // each * each
             if engines < each:
                 continue
