@@ -16,8 +16,9 @@ from shoal.software.images import DockerLike, image_tree
 from shoal.workspace.changes import difference_of
 from shoal.workspace.reports import ReportKind
 from shoal.workspace.task import opened
-from shoal.workspace.tree import tree_of
+from shoal.workspace.tree import prepare_as, tree_of
 
+pytest_plugins = ("small_workspaces",)
 HELLO = 'echo "Hello, world!" > hello.txt\n'
 WRITES_REWARD = """#!/bin/bash
 mkdir -p /logs/verifier
@@ -284,6 +285,16 @@ def test_an_instance_without_its_repository_names_what_is_missing(tmp_path: Path
     (tmp_path / "rows.jsonl").write_text(json.dumps({**row, "FAIL_TO_PASS": [], "PASS_TO_PASS": []}))
     with pytest.raises(TaskError, match="expected one of a, o__r, r, tree in"):
         list(tasks_of(tmp_path / "rows.jsonl"))
+
+
+def test_of_an_instance_of_an_image_only_changes_to_its_repository_count(tmp_path: Path, image_root: Path) -> None:
+    (image_root / "testbed").mkdir()
+    prepare_as("image made /testbed", tree_of(image_root, place="/testbed"))
+    row = {"instance_id": "a", "repo": "o/r", "base_commit": "1", "problem_statement": "", "patch": ""}
+    row |= {"image_name": "made", "FAIL_TO_PASS": ["tests/test_a.py::test_b"], "PASS_TO_PASS": []}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    (task,) = tasks_of(tmp_path / "rows.jsonl")
+    assert task.restored == ("tests/test_a.py", "/")
 
 
 def test_a_reversed_difference_undoes_it(tmp_path: Path) -> None:

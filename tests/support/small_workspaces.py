@@ -1,5 +1,7 @@
 """Fixtures: a cache of trees and forks, and a small task in a tree. A module names this one in `pytest_plugins`."""
 
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,20 @@ def hidden() -> HiddenTests:
 @pytest.fixture
 def packages(own_cache: None) -> tuple[Path, ...]:
     return (installed("pytest"),)
+
+
+@pytest.fixture
+def image_root(tmp_path: Path, own_cache: None) -> Path:
+    """A root of a system with bash, env, and a python3 that prints its words, once of the image and once of a Conda."""
+    folder = tmp_path / "image"
+    for name in ("/bin/bash", "/usr/bin/env"):
+        listed = subprocess.run(["ldd", name], check=True, capture_output=True, text=True).stdout.split()
+        for path in (name, *(word for word in listed if word.startswith("/"))):
+            (folder / path[1:]).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder / path[1:])
+    for place in ("usr/bin", "opt/miniconda3/envs/testbed/bin"):
+        (folder / place).mkdir(parents=True, exist_ok=True)
+        (folder / place / "python3").write_text(f"#!/bin/bash\necho {place} $*\n")
+        (folder / place / "python3").chmod(0o755)
+    (folder / "etc").mkdir()
+    return folder

@@ -258,33 +258,16 @@ def test_a_fork_that_holds_anything_is_removed(tree: Tree) -> None:
     assert not list(new_folder().parent.glob(f"{workspace.folder.name}*"))
 
 
-def image_root(folder: Path) -> Path:
-    """A root of a system with bash, env, and a python3 that prints its words, once of the image and once of a Conda."""
-    for name in ("/bin/bash", "/usr/bin/env"):
-        listed = subprocess.run(["ldd", name], check=True, capture_output=True, text=True).stdout.split()
-        for path in (name, *(word for word in listed if word.startswith("/"))):
-            (folder / path[1:]).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(path, folder / path[1:])
-    for place in ("usr/bin", "opt/miniconda3/envs/testbed/bin"):
-        (folder / place).mkdir(parents=True, exist_ok=True)
-        (folder / place / "python3").write_text(f"#!/bin/bash\necho {place} $*\n")
-        (folder / place / "python3").chmod(0o755)
-    (folder / "etc").mkdir()
-    return folder
-
-
 def test_python_in_the_root_of_an_image_is_the_image_s_and_first_that_of_its_environment_for_tests(
-    tmp_path: Path, own_cache: None, kind: ForkKind
+    image_root: Path, kind: ForkKind
 ) -> None:
-    root = image_root(tmp_path)
-
     def ran() -> bytes:
-        with fork(tree_of(root), kind) as workspace:
+        with fork(tree_of(image_root), kind) as workspace:
             assert asyncio.run(workspace.run("python3 -m pytest")).stdout == printed
             return asyncio.run(workspace.run_program(("python", "-m", "pytest"))).stdout
 
     printed = b"opt/miniconda3/envs/testbed/bin -m pytest\n"
     assert ran() == printed
-    shutil.rmtree(root / "opt")
+    shutil.rmtree(image_root / "opt")
     printed = b"usr/bin -m pytest\n"
     assert ran() == printed

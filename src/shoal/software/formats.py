@@ -110,7 +110,7 @@ def instance_task(one: Instance, trees: Path) -> WorkspaceTask:
         files=dict(changed(tree, one.test_patch)) if one.test_patch else {},
         red=tuple(one.FAIL_TO_PASS),
         green=tuple(one.PASS_TO_PASS),
-        restored=tuple(files),
+        restored=(*files, *([] if found else ["/"])),
         split=one.split,
     )
 

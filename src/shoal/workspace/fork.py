@@ -75,12 +75,13 @@ def fork_kind() -> ForkKind:
     folder = new_folder()
     try:
         (folder / "file").write_bytes(b"x")
-        return ForkKind.REFLINK if _copied(folder / "file", folder / "copy", "always") else ForkKind.COPY
+        return ForkKind.REFLINK if copied(folder / "file", folder / "copy", "always") else ForkKind.COPY
     finally:
         remove_tree(str(folder))
 
 
-def _copied(source: Path, target: Path, reflink: str) -> bool:
+def copied(source: Path, target: Path, reflink: str) -> bool:
+    """Whether a file or folder was copied with all that belongs to it; `reflink` is as for cp."""
     command = ["cp", "-a", f"--reflink={reflink}", "--", str(source), str(target)]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
@@ -134,7 +135,7 @@ def fork(tree: Tree, kind: ForkKind | None = None, *, packages: tuple[Path, ...]
             raise TaskError(
                 f"workspace {tree.digest[:16]}: its layers need overlayfs, this machine forks by {kind.value}"
             )
-        if not _copied(tree.layers[0], own, "always" if kind is ForkKind.REFLINK else "never"):
+        if not copied(tree.layers[0], own, "always" if kind is ForkKind.REFLINK else "never"):
             remove_tree(str(folder))
             raise TaskError(f"workspace {tree.digest[:16]}: its files could not be copied by {kind.value}")
     return Workspace(tree, folder, kind, packages)
@@ -255,7 +256,7 @@ class Workspace:
         """The workspace as it is now, as a tree that can be forked; call it between commands. Raises `OSError`."""
         with unfinished() as layer:
             layer.rmdir()
-            if not _copied(self.own, layer, "auto"):
+            if not copied(self.own, layer, "auto"):
                 raise OSError(f"the snapshot of {self.own} could not be written")
             below = self.tree if self.kind is ForkKind.OVERLAY else None
             return kept(layer, self.tree.place, has_system=self.tree.has_system, below=below)
@@ -266,7 +267,7 @@ class Workspace:
         if self.kind is ForkKind.OVERLAY:
             (folder / "work").mkdir()
         other = Workspace(self.tree, folder, self.kind, self.packages)
-        if not _copied(self.own, other.own, "auto"):
+        if not copied(self.own, other.own, "auto"):
             other.close()
             raise OSError(f"the workspace {self.own} could not be copied")
         return other

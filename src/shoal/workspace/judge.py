@@ -24,7 +24,7 @@ import msgspec
 from shoal.errors import SandboxUnavailable, TaskError
 from shoal.sandbox.program import Ended, Finished, ProgramLimits
 from shoal.sandbox.usage import left_in, remove_tree
-from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, fork, held
+from shoal.workspace.fork import HOME, LIMITS, ForkKind, Workspace, copied, fork, held
 from shoal.workspace.reports import ReportKind, TestStatus, results
 from shoal.workspace.tree import OPAQUE, walked
 
@@ -45,6 +45,7 @@ _ENTRY_POINTS = "/entry_points.txt"
 """The file of an installation that can make a plugin of a module."""
 MOST_REPORT_BYTES = 16 << 20
 _LOG_CHARACTERS = 4000
+_OUTSIDE = "/"
 _REPORT = f"{HOME[1:]}/report.xml"
 _UNTESTED = (TestStatus.SKIPPED, TestStatus.XFAILED)
 """Results that any code which a test calls can bring about."""
@@ -63,7 +64,10 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     green: tuple[str, ...] = ()
     """Tests that pass in the tree and must still do so. One that skips or fails as expected must do so there too."""
     restored: tuple[str, ...] = ()
-    """Paths of the tree's own tests, in addition to `STEERING`: the agent's changes there count for nothing."""
+    """Paths of the tree's own tests, in addition to `STEERING`: the agent's changes there count for nothing.
+
+    "/" stands for all outside of the tree's place, as an image's Python and its packages.
+    """
     all_or_nothing: bool = False
     """True gives no partial credit."""
     wall_s: float = 300.0
@@ -74,6 +78,11 @@ class HiddenTests(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
         """Limits of the command."""
         file_bytes = LIMITS.file_bytes
         return ProgramLimits(self.wall_s, self.wall_s, memory_bytes=2 << 30, processes=128, file_bytes=file_bytes)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Paths of hidden files and of restored ones of the tree."""
+        return (*self.files, *(name for name in self.restored if name != _OUTSIDE))
 
     def __post_init__(self) -> None:
         for name in (*self.files, *self.restored):
@@ -180,7 +189,7 @@ def _command(tests: HiddenTests, canary: str) -> tuple[tuple[str, ...], tuple[st
 
 def _canary_path(tests: HiddenTests, canary: str) -> str:
     """The canary lies in the folder of the first hidden or restored test, under a name that is new for each verdict."""
-    first = next((PurePosixPath(name) for name in (*tests.files, *tests.restored)), PurePosixPath())
+    first = next((PurePosixPath(name) for name in tests.paths), PurePosixPath())
     return str((first.parent if first.suffix else first) / f"{canary}.py")
 
 
@@ -190,20 +199,41 @@ def _second(workspace: Workspace, tests: HiddenTests, canary: str) -> Workspace:
         layer = Path(made)
         _lay(layer, workspace, tests, canary)
         tops = tuple(sorted({*workspace.tree.tops, *(one.name for one in layer.iterdir())}))
-        copied = replace(workspace.tree, tops=tops, layers=(workspace.own,))
+        changed = replace(workspace.tree, tops=tops, layers=(workspace.own,))
         is_overlay = workspace.kind is ForkKind.OVERLAY
-        second = fork(workspace.tree if is_overlay else copied, workspace.kind, packages=workspace.packages)
+        takes_place = _OUTSIDE in tests.restored
+        begun = workspace.tree if is_overlay or takes_place else changed
+        second = fork(begun, workspace.kind, packages=workspace.packages)
         try:
             if is_overlay:
                 layer = layer.rename(second.folder / "tests")
-                second.tree = replace(copied, layers=(layer, workspace.own, *workspace.tree.layers))
+                above = (workspace.own, *workspace.tree.layers[:-1])
+                if takes_place:
+                    place = workspace.tree.place
+                    above = tuple(_at(place, one, second.folder / f"{n}") for n, one in enumerate(above))
+                second.tree = replace(changed, layers=(layer, *above, workspace.tree.layers[-1]))
                 Path(made).mkdir()
             else:
+                if takes_place:
+                    _at(workspace.tree.place, workspace.own, second.own)
+                    second.tree = changed
                 _put(layer, second.own)
         except BaseException:
             second.close()
             raise
         return second
+
+
+def _at(place: str, layer: Path, into: Path) -> Path:
+    """A folder that has what a layer has at a tree's place, and nothing else of it. Raises `OSError`."""
+    source, target = layer / place[1:], into / place[1:]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.is_dir():
+        remove_tree(str(target))
+    is_inside = source.parent.resolve().is_relative_to(layer.resolve())  # else a link of the agent leads out
+    if is_inside and os.path.lexists(source) and not copied(source, target, "auto"):
+        raise OSError(f"{source} could not be copied")
+    return into
 
 
 def _lay(layer: Path, workspace: Workspace, tests: HiddenTests, canary: str) -> None:
@@ -214,7 +244,7 @@ def _lay(layer: Path, workspace: Workspace, tests: HiddenTests, canary: str) -> 
     (layer / HOME[1:] / "tmp").mkdir()
     own = layer / tree.place[1:]
     own.mkdir(parents=True, exist_ok=True)
-    restored = {*STEERING, *tests.restored, *_steering(workspace, tests)}
+    restored = {*STEERING, *tests.restored, *_steering(workspace, tests)} - {_OUTSIDE}
     for name in sorted(restored, key=lambda name: len(PurePosixPath(name).parts)):  # a folder before what is in it
         source, target = tree.base / name, own / name
         if target.exists() or (os.path.lexists(target.parent) and not target.parent.is_dir()):
@@ -246,7 +276,7 @@ def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
     Python searches the current folder and the folder of a script or test before all others.
     """
     tree = workspace.tree
-    paths = [PurePosixPath(tree.place, name) for name in (*tests.files, *tests.restored)]
+    paths = [PurePosixPath(tree.place, name) for name in tests.paths]
     inside = [path.relative_to(tree.place) for path in paths if path.is_relative_to(tree.place)]
     needed = _NEEDED | {one.name.partition(".")[0] for folder in workspace.packages for one in folder.iterdir()}
     folders = {PurePosixPath(), *(parent for path in inside for parent in path.parents)}
