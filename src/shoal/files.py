@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -78,6 +79,12 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_durable(database: sqlite3.Connection) -> None:
+    """Makes each later commit survive the loss of power before it returns."""
+    database.execute("PRAGMA journal_mode = WAL")
+    database.execute("PRAGMA synchronous = FULL")
 
 
 def siblings(path: Path) -> list[str]:

@@ -150,6 +150,10 @@ def test_outcomes_after_the_end_are_refused_with_its_sentence(promotion: Promoti
     assert not any(promotion.is_new(named(session)) for session in range(50))
 
 
+def test_an_acknowledged_outcome_survives_the_loss_of_power(promotion: Promotion) -> None:
+    assert promotion._db.execute("PRAGMA synchronous").fetchone() == (2,)  # FULL
+
+
 def test_a_file_that_cannot_be_written_ends_the_trial_and_users_are_answered(promotion: Promotion) -> None:
     promotion._db.execute("PRAGMA query_only = ON")
     assert not promotion.is_new("d" * 16)

@@ -160,6 +160,12 @@ def kept(store: JudgeStore, peer_id: str, model: str, scores: Sequence[float], s
         store.answer(id_, b"", marks, score)
 
 
+def test_a_grade_that_a_taker_was_told_survives_the_loss_of_power(tmp_path: Path) -> None:
+    with closing(JudgeStore(tmp_path)) as store:
+        assert store._row("PRAGMA synchronous") == (2,)  # FULL
+    assert {one.stat().st_mode & 0o77 for one in tmp_path.iterdir()} == {0}
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[JudgeStore]:
     one = JudgeStore(tmp_path)

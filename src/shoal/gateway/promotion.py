@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from shoal.confidence import EffectBounds
 from shoal.errors import RunDirError
+from shoal.files import make_durable
 from shoal.gateway.answer_request import Answering, AnswerSampler, TrainedSampler, UntrainedSampler
 from shoal.gateway.conversation import session_name
 from shoal.gateway.fields import Refusal
@@ -86,8 +87,8 @@ class Promotion:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._db = sqlite3.connect(path, isolation_level=None, timeout=OPEN_TIMEOUT_S)
-            for setting in ("journal_mode = WAL", "synchronous = NORMAL", "locking_mode = EXCLUSIVE"):
-                self._db.execute(f"PRAGMA {setting}")
+            make_durable(self._db)
+            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
             self._db.executescript(SCHEMA)
             self._restore()
         except (OSError, sqlite3.Error) as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import RequestRefused, RunDirError
+from shoal.files import make_durable
 from shoal.trainer.messages import Adapter
 
 MOST_TTL_S = 10 * 365 * 86_400
@@ -126,8 +127,7 @@ class Store:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = FULL")
+        make_durable(self._db)
         self._db.executescript(SCHEMA)
 
     def check_passes(self, error: sqlite3.Error) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from shoal import wire
 from shoal.errors import RunDirError
+from shoal.files import make_durable
 from shoal.swarm.judge.messages import Condition, GradedAnswer
 
 FILE = "judge.sqlite"
@@ -99,9 +100,8 @@ class JudgeStore:
             (version,) = self._row("PRAGMA user_version")
             if tables and version != FORMAT:
                 raise RunDirError(f"{path}: expected format {FORMAT}, got {version}; begin in a new folder")
-            self._connection.executescript(
-                f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA user_version={FORMAT}; {_SCHEMA}"
-            )
+            make_durable(self._connection)
+            self._connection.executescript(f"PRAGMA user_version={FORMAT}; {_SCHEMA}")
         except (OSError, sqlite3.DatabaseError) as error:
             raise RunDirError(f"{path} cannot be written: {error}") from error
 
