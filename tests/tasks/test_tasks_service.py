@@ -27,7 +27,7 @@ from shoal.errors import ConfigError, TaskError, WorkerLost
 from shoal.interfaces import Environment, Model
 from shoal.net.client import authorization
 from shoal.net.joining import JOIN, NUMBER
-from shoal.net.listening import free_port, token_file
+from shoal.net.listening import free_port, own_token, token_file
 from shoal.net.run_server import LeasedWorker, NotWanted, RunServer
 from shoal.rehearsal.clock import run_virtual
 from shoal.tasks.library import Library, library_of, written
@@ -539,8 +539,13 @@ def test_a_server_whose_user_has_no_folder_for_its_token_says_what_to_set(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=r"tokens/.* cannot be written .Not a directory.; set SHOAL_RUN_TOKEN"):
+    with pytest.raises(ConfigError, match=r"Not a directory: .*; set SHOAL_RUN_TOKEN"):
         TaskServer(["fast"]).__enter__()
+
+
+@pytest.mark.parametrize("url", ["http://[x", "http://a\0b:1", "nonsense", "http://127.0.0.1:1"])
+def test_an_address_without_a_server_of_this_user_has_no_token(url: str) -> None:
+    assert own_token(url) == ""
 
 
 def test_a_worker_that_read_the_token_of_another_run_joins_with_the_new_one() -> None:

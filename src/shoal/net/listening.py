@@ -86,7 +86,7 @@ def token_file(url: str) -> Path:
 
 def own_token(url: str) -> str:
     """Token in the file of a URL; empty without one. So a user's processes find each other, and no other user's."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError, RuntimeError):  # no file, no URL, and no home
         return token_file(url.replace("//localhost:", "//127.0.0.1:")).read_text()
     return ""
 

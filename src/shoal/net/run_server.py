@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -183,7 +182,7 @@ class RunServer:
         self._listening = listening_socket(*self._at)
         self.url = url_of(self._listening, self._tls)
         if self._makes_token:
-            self._leave_token(token_file(self.url))
+            self._leave_token()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, name="run server", daemon=True)
         self._thread.start()
@@ -198,15 +197,17 @@ class RunServer:
         self.loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
-    def _leave_token(self, file: Path) -> None:
+    def _leave_token(self) -> None:
         """Writes the token before the first answer. Raises `ConfigError`."""
         try:
+            file = token_file(self.url)
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replaced(file, private=True) as unfinished:
                 unfinished.write_text(self.token)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # a user without a home is a RuntimeError
             self._listening.close()
-            raise ConfigError(f"{file} cannot be written ({error.strerror}); set {TOKEN_VARIABLE}") from error
+            why = f"token: expected a cache folder that can be written, got: {error}; set {TOKEN_VARIABLE}"
+            raise ConfigError(why) from error
 
     def _serve(self) -> None:
         async def serve() -> None:
