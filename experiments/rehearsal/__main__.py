@@ -15,6 +15,7 @@ from benchmarks.processes import commit
 from experiments.rehearsal.closed_form import closed_forms
 from experiments.rehearsal.own_runs import own_runs
 from experiments.rehearsal.published import areal, step_times
+from experiments.rehearsal.splits import splits
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -24,6 +25,7 @@ PARTS: Mapping[str, Callable[[], Sequence[Mapping[str, object]]]] = {
     "own_runs": own_runs,
     "areal": areal,
     "step_times": step_times,
+    "splits": splits,
 }
 
 
@@ -64,6 +66,7 @@ def figures(results: Path) -> dict[str, object]:
         "staleness_error": round(median(abs(row["error"]) for row in found["closed_form"]), 4),
         "step_times": len(found["step_times"]),
         "step_time_error": round(median(abs(row["error"]) for row in found["step_times"]), 3),
+        "split_over_best": min(row["picked_over_best"] for row in found["splits"]),
         "fault_seeds": sum(row["fault_seeds"] for row in faults),
         "violations": sum(row[kind] for row in faults for kind in ("lost", "doubled", "stale", "standstills")),
     }
