@@ -1,14 +1,21 @@
 """Roles under Ray: what cannot be started is started again, and then said."""
 
+import asyncio
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+import msgspec
+import psutil
 import pytest
 
-from shoal.cluster.on_ray import SAID, _keep
+from shoal.cluster.on_ray import PLAN, SAID, RayPlan, _keep
+from shoal.config import parse
+from shoal.run.roles import launched
+from until import until
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the cluster is away"), RuntimeError(), ValueError("no such node")])
@@ -51,3 +58,22 @@ def test_the_folder_of_a_role_that_was_killed_goes_with_the_next_one_s_start(tmp
         for process, _ in made:
             with process:
                 process.kill()
+
+
+def test_ray_is_told_the_hosts_and_gpus_of_each_kind_of_role(tmp_path: Path) -> None:
+    roles = {"trainer": {"hosts": 2, "gpus": 3}, "engines": {"count": 4, "gpus": 5, "command": ["vllm"]}}
+    cluster = {"address": "auto", "listen": "127.0.0.1:9", **roles}
+    config = parse({"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], "cluster": cluster})
+    plans: list[RayPlan] = []
+
+    def told() -> bool:
+        for child in psutil.Process().children():
+            with suppress(psutil.Error, KeyError):
+                plans.append(msgspec.json.decode(child.environ()[PLAN], type=RayPlan))
+        return bool(plans)
+
+    with launched(config, "secret", print):
+        asyncio.run(until(told))
+    plan = plans[0]
+    assert (plan.address, plan.hosts, plan.gpus) == ("auto", 2, 3)
+    assert (plan.engines, plan.engine_gpus, plan.engine_command) == (4, 5, ["vllm"])

@@ -63,25 +63,24 @@ def started(plan: RayPlan, token: str, show: Callable[[str], None]) -> Iterator[
     `show` gets a sentence for each role that finds no room or whose budget of restarts is spent, in another thread.
     """
     Path(plan.logs).mkdir(parents=True, exist_ok=True)
-    done, environment = (
-        threading.Event(),
-        {**os.environ, TOKEN_VARIABLE: token, PLAN: msgspec.json.encode(plan).decode()},
-    )
+    done = threading.Event()
+    environment = {**os.environ, TOKEN_VARIABLE: token, PLAN: msgspec.json.encode(plan).decode()}
     running: list[subprocess.Popen[bytes]] = []
 
     def keep() -> None:
         while not done.is_set():
-            with (Path(plan.logs) / "ray.log").open("ab") as log:
-                command = [sys.executable, "-c", "from shoal.cluster.on_ray import drive; drive()"]
-                pipe = subprocess.PIPE
-                running[:] = [subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log)]
-                for line in running[0].stdout or ():
+            command, pipe = [sys.executable, "-c", "from shoal.cluster.on_ray import drive; drive()"], subprocess.PIPE
+            with (
+                (Path(plan.logs) / "ray.log").open("ab") as log,
+                subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=log) as driver,
+            ):
+                running[:] = [driver]
+                for line in driver.stdout or ():
                     if line.startswith(SAID.encode()):
                         show(line.decode(errors="replace").removeprefix(SAID).strip())
                     else:  # Ray prints there, too
                         log.write(line)
                         log.flush()
-                running[0].wait()
             done.wait(AGAIN_S)
 
     keeping = threading.Thread(target=keep, name="Ray driver", daemon=True)
