@@ -3,8 +3,9 @@
 import asyncio
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,12 +16,14 @@ from starlette.routing import Route
 from shoal import wire
 from shoal.cluster.engine_role import PullingFront
 from shoal.cluster.files import FileShelf, Stretch
-from shoal.cluster.registry import RunInfo
+from shoal.cluster.registry import RunInfo, run_info
+from shoal.config import parse
 from shoal.engine.server.http_client import HttpEngine
 from shoal.net.client import Client, authorization
 from shoal.net.identity import Identity
 from shoal.net.run_server import RunServer
-from shoal.run.roles import registry
+from shoal.run.prepare import Prepared
+from shoal.run.roles import opened_roles, registry
 from shoal.types import Sampling
 from shoal.weights.pull import VersionPuller
 from shoal.weights.serving import VersionServer
@@ -68,6 +71,17 @@ async def test_no_route_of_a_role_answers_without_its_token(tmp_path: Path) -> N
             for method, path in found:
                 for wrong in ("", "another", TOKEN[:-1]):
                     assert (await asked(app, method, path, wrong))[0] == 401, (method, path)
+
+
+async def test_a_run_tells_its_roles_how_its_engines_are_to_answer(tmp_path: Path) -> None:
+    tree = {"run_dir": str(tmp_path), "tasks": [{"name": "gcd"}], "cluster": {"listen": "127.0.0.1:0"}}
+    nothing: Any = SimpleNamespace(stop_token_ids=(9,))
+    prepared = Prepared(parse(tree), tmp_path, nothing, nothing, 64, 8, token=TOKEN)
+    async with opened_roles(prepared, WeightStore(tmp_path / "weights"), lambda name, **details: None) as server:
+        assert server is not None
+        async with aclosing(Client(server.url, token=TOKEN)) as client:
+            info = await run_info(client)
+    assert (info.max_model_len, info.sampling) == (64, prepared.sampling)
 
 
 def test_an_engine_of_another_host_loads_no_path_of_its_caller(tmp_path: Path) -> None:

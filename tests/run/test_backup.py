@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -18,14 +19,16 @@ import pytest
 
 from buffer_values import open_buffer, run_group, train
 from joining import TOKEN, joining
-from shoal.config import parse
+from shoal.config import MetricsConfig, parse
 from shoal.errors import ConfigError, RunDirError
 from shoal.experience import checkpoint
 from shoal.experience.audit import audit
 from shoal.experience.held_out import answers_file, write_answers
 from shoal.net.identity import Identity
 from shoal.net.listening import free_port
-from shoal.run.backup import BackupPlace, back_up, check_backup, copy_run, manifest_of, restore
+from shoal.observe.metrics import Record, trackers_of
+from shoal.rehearsal.clock import run_virtual
+from shoal.run.backup import BackupPlace, back_up, check_backup, copy_run, keep_backup, manifest_of, restore
 from shoal.run.training import opened_run
 from train_runs import events, start, wait_for_steps
 from until import until
@@ -321,6 +324,7 @@ def test_contents_and_modes_come_back_from_any_place_and_nothing_is_copied_twice
         (run.run_dir / "swarm" / name).write_text(name)
     back_up(run.run_dir, target)
     first = BackupPlace(target).names("objects")
+    (run.run_dir / "backup.unfinished" / "objects").mkdir(parents=True)  # a run was killed during a copy
     back_up(run.run_dir, target)
     assert len(BackupPlace(target).names("objects") ^ first) <= 2, "only the log has other bytes"
     restore(target, tmp_path / "restored")
@@ -334,6 +338,20 @@ def test_contents_and_modes_come_back_from_any_place_and_nothing_is_copied_twice
     assert all((swarm / name).read_text() == name for name in ("session", "banned.txt", "known.txt"))
     with pytest.raises(RunDirError, match="expected a new folder"):
         restore(target, tmp_path / "restored")
+
+
+def test_a_copy_that_fails_is_an_event_with_its_place_and_another_one_follows(tmp_path: Path) -> None:
+    """The run has no log to copy; the clock is virtual."""
+    run, place, told = other_run(tmp_path / "run"), tmp_path / "backup", list[Record]()
+
+    def tell(record: Record) -> None:
+        told.append(record)
+        if len(told) == 2:
+            raise Stopped
+
+    with closing(trackers_of(MetricsConfig(), run, [tell])) as trackers, pytest.raises(Stopped):
+        run_virtual(asyncio.wait_for(keep_backup(run, str(place), trackers), timeout=3600))
+    assert all(record["name"] == "backup_failed" and str(place) in str(record["reason"]) for record in told)
 
 
 @pytest.mark.parametrize("protocol", ["", "file://"])

@@ -95,6 +95,15 @@ def test_a_run_that_rewards_do_not_describe_is_refused(
     assert (done.returncode, why in done.stderr) == (2, True), done.stderr
 
 
+def test_without_a_configuration_the_doctor_tells_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "not" / "made"))
+    done = shoal("doctor", "--json")
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["cache"] == f"{tmp_path / 'not' / 'made' / 'shoal'} (writable)"
+
+
 def test_settings_without_a_configuration_are_refused() -> None:
     done = shoal("doctor", "--train.lr=1e-4")
     assert (done.returncode, "expected a CONFIG.toml before settings" in done.stderr) == (2, True)

@@ -41,7 +41,7 @@ def engine_stub() -> Stub:
 
 
 def pool_of(
-    urls: list[str], directory: Path, on_event: OnEvent, **train: JsonValue
+    urls: list[str], directory: Path, on_event: OnEvent, ask_again_s: float = 0.01, **train: JsonValue
 ) -> AbstractAsyncContextManager[RunEngines]:
     """The engines at these URLs as the engines of a run."""
     config = parse({"tasks": [{"name": "gcd"}], "engine": {"urls": urls}, "train": train})
@@ -49,7 +49,7 @@ def pool_of(
     service: Any = None
     write_sizes(directory)
     prepared = Prepared(config, directory, renderer, service, 64, 8)
-    return engines(prepared, on_event, ask_again_s=0.01)
+    return engines(prepared, on_event, ask_again_s=ask_again_s)
 
 
 def write_sizes(directory: Path) -> None:
@@ -86,6 +86,18 @@ def test_a_late_server_of_no_use_is_said_once_and_joins_when_it_can(useless: str
     assert len(said) == 2
     assert f"{'another server' if useless == 'is no engine' else 'of another architecture'}" in said[1]
     assert "cannot join" in said[1]
+
+
+async def test_a_server_that_cannot_answer_yet_is_not_asked_again_at_once(tmp_path: Path) -> None:
+    late = Stub({"/v1/models": (500, b"loading")})
+    async with (
+        stubbed(engine_stub()) as url,
+        stubbed(late) as late_url,
+        pool_of([url, late_url], tmp_path, print, ask_again_s=3600) as kept,
+    ):
+        for _ in range(20):  # which take some time
+            await kept.pool.info()
+    assert late.asked == ["/info", "/v1/models"]
 
 
 def test_the_credentials_of_an_engine_s_url_are_in_no_event_and_in_no_error(tmp_path: Path) -> None:

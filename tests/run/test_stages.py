@@ -191,7 +191,8 @@ def test_a_stage_begins_with_the_model_of_the_stage_before(tiny_model_dir: Path,
             {"kind": "rl", "train": {"teacher": str(tiny_model_dir)}},
         ],
     }
-    figures = run_stages(parse(tree))
+    (tmp_path / "run" / "stages" / "1-rl" / "logs").mkdir(parents=True)  # it was killed before its log began
+    figures = run_stages(parse(tree), resume=True)
     assert list(figures)[:2] == ["0-sft", "1-rl"]
     resolved = (tmp_path / "run" / "stages" / "1-rl" / "resolved.toml").read_text()
     assert str(tmp_path / "run" / "stages" / "0-sft" / "model") in resolved

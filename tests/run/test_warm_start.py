@@ -24,6 +24,7 @@ from shoal.run.demo_model.warm_start import (
     _fill_in_lessons,
     _sum_lessons,
     _tower_lessons,
+    _word_lessons,
     demo_model,
     slip,
 )
@@ -84,7 +85,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return load_renderer(folder)
 
 
-@pytest.mark.parametrize("lessons", [_fill_in_lessons, _sum_lessons, _tower_lessons])
+@pytest.mark.parametrize("lessons", [_fill_in_lessons, _sum_lessons, _tower_lessons, _word_lessons])
 def test_a_teacher_s_answers_end_with_the_turn_and_are_wrong_where_the_recipe_says(
     lessons: Callable[[Recipe, ChatRenderer], list[Lesson]], renderer: ChatRenderer
 ) -> None:

@@ -144,6 +144,12 @@ async def draw_groups(buffer: Buffer) -> None:
         number += 1
 
 
+async def draw_beside_other_weights(buffer: Buffer) -> None:
+    """Groups of a run whose log has another checksum of Version 1."""
+    await buffer.record_version(1, "of other weights")
+    await draw_groups(buffer)
+
+
 class Refusing(Recording):
     """A trainer whose gradients are never finite."""
 
@@ -215,6 +221,12 @@ def test_refused_updates_a_fallen_reward_and_steps_that_teach_nothing_are_events
     assert events == [*refused[:2], ("reward_collapsed", 2), *refused[2:], ("cannot_learn", STEPS)]
     assert [one["reason"] for one in records if one.get("name") == "reward_collapsed"] == ["fell to 0.5"]
     assert [one["questions/hard"] for one in records if one["kind"] == "step"] == [3] * STEPS
+
+
+def test_a_version_of_which_the_log_has_other_weights_is_an_event_with_its_number(tmp_path: Path) -> None:
+    ran(tmp_path, drawing=draw_beside_other_weights)
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [one["version"] for one in records if one.get("name") == "replay_not_exact"] == [1]
 
 
 class Evaluated(TrainLoop):
