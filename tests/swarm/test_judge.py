@@ -26,12 +26,13 @@ from urllib.request import urlopen
 import aiohttp
 import httpx
 import pytest
+from starlette.requests import Request
 
 from shoal import wire
 from shoal.errors import ConfigError, EngineUnavailable, JudgeError, RequestRefused, WireError
 from shoal.net.chat import ChatChoice
 from shoal.net.identity import Identity
-from shoal.net.server import Refused, serving
+from shoal.net.server import Refused, address_of, serving
 from shoal.run.commands.swarm import NINE
 from shoal.swarm.generator import ChatModel
 from shoal.swarm.judge.client import fitting, statements, take
@@ -441,6 +442,19 @@ async def test_fresh_keys_of_one_address_cost_no_newcomer_of_another_address_a_c
         status = await posted(judge, f"2001:db8:0:1::{i}")
     assert status == HTTPStatus.TOO_MANY_REQUESTS
     assert await posted(judge, honest) == HTTPStatus.OK
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("10.0.0.2", "10.0.0.2"),
+        ("2001:db8:0:1::5", "2001:db8:0:1::/64"),
+        ("::ffff:10.0.0.2", "::ffff:10.0.0.2"),
+        ("unknown:x", "unknown:x"),
+    ],
+)
+def test_hosts_of_a_network_are_one_address_and_any_text_is(host: str, address: str) -> None:
+    assert address_of(Request({"type": "http", "client": (host, 1)})) == address
 
 
 async def posted(judge: Judge, address: str) -> int:

@@ -18,6 +18,8 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -563,6 +565,23 @@ def test_a_worker_that_read_the_token_of_another_run_joins_with_the_new_one() ->
 
     with TaskServer(["fast"]) as server:
         assert asyncio.run(main(server)) == [f"joined {server.url} as task-joined-1"]
+
+
+async def test_a_worker_without_a_token_ends_when_it_is_refused_twice() -> None:
+    """The first time the run may be ending: its file is gone before its socket."""
+    asked = 0
+
+    async def refuse(_: web.Request) -> web.Response:
+        nonlocal asked
+        asked += 1
+        return web.Response(status=401)
+
+    app = web.Application()
+    app.router.add_get(JOIN, refuse)
+    async with TestServer(app) as server:
+        with pytest.raises(ConfigError, match="wants its token"):
+            await RemoteWorker(service_tasks.Fast, str(server.make_url("")).rstrip("/")).run()
+    assert asked == 2
 
 
 def test_nothing_listens_beyond_loopback_without_a_token() -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from shoal.errors import ConfigError, EngineUnavailable
 from shoal.net.client import CLOSE_S, LEASE_S, TOKEN_VARIABLE, Client, authorization, decoded, session
-from shoal.net.listening import own_token
+from shoal.net.listening import at_loopback, own_token
 
 PROTOCOL = 2
 JOIN = "/v1/join"
@@ -78,8 +78,9 @@ async def hold_lease(
     connection; its `EngineUnavailable` is retried.
     Raises `ConfigError` when the token is wrong or the run refuses the role, and what `check` raises.
     """
-    url = url.replace("http://localhost:", "http://127.0.0.1:")  # at ::1 another user might listen for the token
+    url = at_loopback(url)
     client, say = Client(url, token=token, timeout_s=LEASE_S), without_repeats(announce)
+    refused: str | None = None
     async with session() as http:
         try:
             while True:
@@ -102,8 +103,11 @@ async def hold_lease(
                 except (aiohttp.ClientError, OSError, EngineUnavailable) as error:
                     if not isinstance(error, aiohttp.WSServerHandshakeError) or error.status != UNAUTHORIZED:
                         say(waiting(url, error))
-                    elif known == (token or own_token(url)):  # otherwise a run has begun meanwhile
+                        refused = None
+                    elif token or known == refused:
                         raise ConfigError(f"{url} wants its token; set {TOKEN_VARIABLE}") from None
+                    else:
+                        refused = known  # the run may be ending, or another has begun meanwhile
                 await asyncio.sleep(ASK_AGAIN_S)
         finally:
             await client.aclose()

@@ -3,6 +3,7 @@
 import errno
 import ipaddress
 import os
+import re
 import socket
 import ssl
 from contextlib import suppress
@@ -84,10 +85,15 @@ def token_file(url: str) -> Path:
     return cache_directory() / "tokens" / f"{socket.gethostname()}-{urlsplit(url).netloc}"
 
 
+def at_loopback(url: str) -> str:
+    """The URL with 127.0.0.1 for localhost: at ::1 another user might listen for a token."""
+    return re.sub("//localhost(?=[:/]|$)", "//127.0.0.1", url, flags=re.IGNORECASE)
+
+
 def own_token(url: str) -> str:
     """Token in the file of a URL; empty without one. So a user's processes find each other, and no other user's."""
     with suppress(OSError, ValueError, RuntimeError):  # no file, no URL, and no home
-        return token_file(url.replace("//localhost:", "//127.0.0.1:")).read_text()
+        return token_file(at_loopback(url)).read_text()
     return ""
 
 

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeAlias, TypeVar
 
@@ -158,6 +159,7 @@ class RunServer:
         if not is_loopback(host) and not token:
             raise ConfigError(f"host: {host} can be reached by others; set {TOKEN_VARIABLE} to a token")
         self.token, self._makes_token = token or secrets.token_urlsafe(24), not token
+        self._token_file: Path | None = None
         self._at, self._lease_s = (host, port), lease_s
         self.on_role: Callable[[str, str], None] = lambda name, state: None
         """Called in the server's thread with the name of a role, and what became of it."""
@@ -192,8 +194,9 @@ class RunServer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Ends the thread; roles keep trying to connect."""
-        if self._makes_token:
-            token_file(self.url).unlink(missing_ok=True)
+        if self._token_file is not None:
+            with contextlib.suppress(OSError):
+                self._token_file.unlink()
         self.loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join()
 
@@ -204,6 +207,7 @@ class RunServer:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             with replaced(file, private=True) as unfinished:
                 unfinished.write_text(self.token)
+            self._token_file = file
         except (OSError, RuntimeError) as error:  # a user without a home is a RuntimeError
             self._listening.close()
             why = f"token: expected a cache folder that can be written, got: {error}; set {TOKEN_VARIABLE}"

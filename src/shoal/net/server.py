@@ -121,7 +121,11 @@ HANDLERS: dict[type[Exception], ExceptionHandler] = {ShoalError: _refused, HTTPE
 def address_of(http: Request) -> str:
     """Network address of a client; of IPv6 the first 64 bits, as one host may have all others."""
     host = http.client.host if http.client else ""
-    return str(ipaddress.ip_network(f"{host}/64", strict=False)) if ":" in host else host
+    with contextlib.suppress(ValueError):  # a proxy may give any text
+        address = ipaddress.ip_address(host)
+        if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is None:
+            return str(ipaddress.ip_network((address.packed[:8] + bytes(8), 64)))
+    return host
 
 
 async def body(http: Request, most_bytes: int, timeout_s: float = BODY_TIMEOUT_S) -> bytes:

@@ -228,8 +228,7 @@ def searched(
 
     groups, running = config.train.groups_per_step, config.engine.max_running
     for count in (round(hardware.count * 2.0**power) for power in powers):
-        for eighths in range(1, 8):
-            trainer = max(round(count * eighths / 8), 1)
+        for trainer in dict.fromkeys(max(round(count * eighths / 8), 1) for eighths in range(1, 8)):
             engines = (count - trainer) // each * each
             if engines < each:
                 continue

@@ -38,7 +38,9 @@ class Evaluation:
         """The Versions of the oldest and the newest sampled token; none without tokens."""
         rollouts = [rollout for *_, of_task in self.rollouts for rollout in of_task]
         drawn = [turn.completion.versions for rollout in rollouts for turn in rollout.turns if turn.completion.versions]
-        return {"version_oldest": min(drawn)[0], "version_newest": max(one[-1] for one in drawn)} if drawn else {}
+        if not drawn:
+            return {}
+        return {"version_oldest": min(one[0] for one in drawn), "version_newest": max(one[-1] for one in drawn)}
 
     @property
     def answers(self) -> Sequence[Mapping[str, float | str | None]]:
