@@ -115,8 +115,10 @@ def measure(run: Callable[[], object], source: Path, folder: Path) -> dict[str, 
             continue  # of a process that was killed as it wrote
         for file in data.measured_files():
             module = Path(file).relative_to(source)
-            by_line = data.contexts_by_lineno(file)
-            for key, contexts in zip(keys(Path(file).read_text(), by_line), by_line.values(), strict=True):
+            text = Path(file).read_text()
+            rows = text.count("\n") + 1  # data of a killed process may name others
+            by_line = {line: tests for line, tests in data.contexts_by_lineno(file).items() if line <= rows}
+            for key, contexts in zip(keys(text, by_line), by_line.values(), strict=True):
                 covers[str(module)][key].update(test.rpartition("|")[2] for test in contexts)
     named = {
         module: {key: sorted(tests - {""}) for key, tests in lines.items() if tests - {""}}
