@@ -53,8 +53,15 @@ def packages(own_cache: None) -> tuple[Path, ...]:
 
 @pytest.fixture
 def image_root(tmp_path: Path, own_cache: None) -> Path:
-    """A root of a system with bash, env, and a python3 that prints its words, once of the image and once of a Conda."""
+    """A root of a system with bash, env, and a python3 that prints its words, once of the image and once of a Conda.
+
+    As in most images /bin and /lib are links, and /dev is empty.
+    """
     folder = tmp_path / "image"
+    for name in ("bin", "lib", "lib64"):
+        (folder / "usr" / name).mkdir(parents=True)
+        (folder / name).symlink_to(f"usr/{name}")
+    (folder / "dev").mkdir()
     for name in ("/bin/bash", "/usr/bin/env"):
         listed = subprocess.run(["ldd", name], check=True, capture_output=True, text=True).stdout.split()
         for path in (name, *(word for word in listed if word.startswith("/"))):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import TaskError
+from shoal.sandbox.command import own_package
 from shoal.sandbox.program import Ended, ProgramLimits
 from shoal.workspace.fork import LIMITS, ForkKind, Workspace, fork, fork_kind, new_folder, sweep
 from shoal.workspace.tree import Tree, discard, tree_named, tree_of, trees_directory
@@ -271,3 +272,11 @@ def test_python_in_the_root_of_an_image_is_the_image_s_and_first_that_of_its_env
     shutil.rmtree(image_root / "opt")
     printed = b"usr/bin -m pytest\n"
     assert ran() == printed
+
+
+def test_the_root_of_an_image_has_devices_and_all_of_its_own_folders(image_root: Path, kind: ForkKind) -> None:
+    own = Path("/", own_package().parts[1], "of_the_image")
+    (image_root / own.parent.name).mkdir(exist_ok=True)
+    (image_root / own.parent.name / own.name).write_text("x")
+    with fork(tree_of(image_root), kind) as workspace:
+        assert said(workspace, f": </dev/null && echo x >/dev/null && : <{own} && echo $(</dev/null)fine") == "fine\n"

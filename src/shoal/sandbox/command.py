@@ -68,6 +68,7 @@ def launch_spec(
         readable = outermost(named if tree.has_system else [*readable, *_SYSTEM])
     keeps_user = tree is not None or backend is Backend.LANDLOCK
     keeps_user = keeps_user or not all(map(_open_to_others, [*readable, str(own_package())]))
+    taken = [*readable, *DEVICES, *([str(own_package())] if backend is Backend.BUBBLEWRAP else [])]
     packages = {"PYTHONPATH": os.pathsep.join(map(str, program.packages))} if program.packages else {}
     return LaunchSpec(
         backend=backend.value,
@@ -84,14 +85,14 @@ def launch_spec(
         file_bytes=limits.file_bytes,
         tree=str(tree.folder) if tree is not None else "",
         layers=[str(layer) for layer in tree.layers] if tree is not None else [],
-        tops=[name for name in tree.tops if _is_free(name, readable)] if tree is not None else [],
+        tops=[name for name in tree.tops if _is_free(name, taken)] if tree is not None else [],
         hidden=[] if tree is None or tree.has_system else [one for one in _installed_beside() if one not in named],
     )
 
 
-def _is_free(name: str, readable: Sequence[str]) -> bool:
-    """Whether no readable path lies below a top folder's place, which would hide the path."""
-    return not any(f"{path}/".startswith(f"/{name}/") for path in (*readable, str(own_package())))
+def _is_free(name: str, taken: Sequence[str]) -> bool:
+    """Whether no path of the sandbox's own lies below a top folder's place, which would hide the path."""
+    return not any(f"{path}/".startswith(f"/{name}/") for path in taken)
 
 
 @cache

@@ -50,7 +50,10 @@ def enter_own_root(wanted: "LaunchSpec") -> None:
 
 
 def _bind_tops(wanted: "LaunchSpec") -> None:
-    """Binds the top folders of a work tree; its own root is in no program's reach, so they are no links."""
+    """Binds the top folders of a work tree, and makes the links among them, such as the /bin of an image.
+
+    The tree's own root is in no program's reach, so no program made one of these links.
+    """
     source, merged = wanted.tree, f"{_BASE}/.tree"
     if wanted.layers:
         lower = ":".join(map(_in_options, wanted.layers))
@@ -63,6 +66,9 @@ def _bind_tops(wanted: "LaunchSpec") -> None:
     for name in wanted.tops:
         _bind(f"{source}/{name}", f"/{name}")
         _add_attributes(f"{_BASE}/{name}", _NOSUID | _NODEV, 0)
+    for name in os.listdir(source):
+        if os.path.islink(f"{source}/{name}") and not os.path.lexists(f"{_BASE}/{name}"):
+            os.symlink(os.readlink(f"{source}/{name}"), f"{_BASE}/{name}")
     if wanted.layers:
         kernel.detach(merged)
         os.rmdir(merged)
