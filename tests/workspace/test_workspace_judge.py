@@ -114,6 +114,15 @@ def test_a_green_test_that_the_agent_s_code_skips_or_expects_to_fail_takes_the_r
     assert marked.green[0] in seen.turned_red
 
 
+def test_a_skip_that_cannot_be_compared_with_the_untouched_tree_is_no_verdict(
+    source: Path, marked: HiddenTests, packages: tuple[Path, ...]
+) -> None:
+    (source / "sums.py").write_text("import os\ndef add(a, b):\n    os._exit(0)\n    return a - b\n")
+    assert verdict(tree_of(source), marked, packages).reward == 0.0
+    with pytest.raises(SandboxUnavailable, match=r"untouched tree left no result of hidden/test_more.py::test_c$"):
+        verdict(tree_of(source), marked, packages, "sed -i /_exit/d sums.py", MENDED)
+
+
 def test_an_expected_failure_is_no_success_of_unittest() -> None:
     output = "test_a (sums.Sums.test_a) ... expected failure\ntest_b (sums.Sums.test_b) ... ok\n"
     found = results(ReportKind.UNITTEST, b"", output, 0)

@@ -127,10 +127,12 @@ async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
     async with workspace.turn:
         try:
             run, before = await _ran(workspace, tests), dict[str, TestStatus]()
-            if any(run.tests.get(name) in _UNTESTED for name in tests.green):
+            if untested := [name for name in tests.green if run.tests.get(name) in _UNTESTED]:
                 tree = replace(workspace.tree, layers=workspace.tree.layers[-1:])
                 async with held(partial(fork, tree, workspace.kind, packages=workspace.packages)) as untouched:
                     before = (await _ran(untouched, tests)).tests
+                if unknown := [name for name in untested if name not in before]:
+                    raise SandboxUnavailable(f"no verdict: a run of the untouched tree left no result of {unknown[0]}")
         except OSError as error:  # no space, no memory, no descriptor
             raise SandboxUnavailable(f"no verdict could be reached: {error}") from error
     return _verdict(tests, run, before)
