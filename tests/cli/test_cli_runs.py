@@ -1,5 +1,6 @@
 """Runs are listed and named, and their models talked with."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from shoal.config import parse, to_toml
 from shoal.experience.log import FILE
 from shoal.observe.metrics import JsonlTracker
 from shoal.observe.status import listed_runs
+from shoal.run.commands.chat import Prompt
+from until import until
 
 
 def make_run(run_dir: Path, steps: int, *, ended: bool) -> Path:
@@ -133,6 +136,20 @@ def test_a_model_answers_line_by_line_and_remembers_until_told_otherwise(
     assert heading.startswith(str(tiny_model_dir))
     assert first == third != second
     assert first.strip()
+
+
+async def test_a_line_that_is_typed_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    faults: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: faults.append(context))
+    with open(reads) as typed, open(writes, "w") as types:  # noqa: ASYNC230
+        monkeypatch.setattr(sys, "stdin", typed)
+        line = asyncio.create_task(Prompt().line())
+        await asyncio.sleep(0)
+        print("hello", file=types, flush=True)
+        await until(lambda: line.done() or bool(faults))
+        assert not faults
+        assert await line == "hello"
 
 
 def test_a_run_without_a_model_cannot_be_talked_with(here: Path, capsys) -> None:

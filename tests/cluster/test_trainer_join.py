@@ -1,11 +1,13 @@
 """Ranks and a scorer of other processes work for a run over TLS; it outlives a killed rank without a person."""
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 
 from joining import TOKEN, certified, joining
+from shoal.cluster.rank_role import RankHost
 from shoal.errors import ConfigError
 from shoal.experience.audit import audit
 from shoal.net.listening import free_port
@@ -58,3 +60,15 @@ def test_places_of_roles_need_an_address_to_join_at() -> None:
     ):
         with pytest.raises(ConfigError, match=complaint):
             parse({**tasks, "cluster": settings})
+
+
+async def test_a_run_plans_the_memory_of_gpus_on_other_hosts(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """The rank works on the CPU, and says that it has a GPU."""
+    port, settings = free_port(), ("--cluster.trainer.hosts=1", "--train.steps=1", "--eval.questions=1")
+    run = start(tmp_path, tiny_model_dir, f"--cluster.listen=127.0.0.1:{port}", *settings, SHOAL_RUN_TOKEN=TOKEN)
+    host = RankHost(f"http://127.0.0.1:{port}", TOKEN, tmp_path / "rank", threads=1, gpu_bytes=24_000_000_000)
+    working = asyncio.create_task(host.run(print))
+    _, err = await asyncio.to_thread(run.communicate)
+    working.cancel()
+    assert run.returncode == 0, err
+    assert "of 24.0 GB of each GPU" in err
