@@ -280,3 +280,9 @@ def test_the_root_of_an_image_has_devices_and_all_of_its_own_folders(image_root:
     (image_root / own.parent.name / own.name).write_text("x")
     with fork(tree_of(image_root), kind) as workspace:
         assert said(workspace, f": </dev/null && echo x >/dev/null && : <{own} && echo $(</dev/null)fine") == "fine\n"
+
+
+def test_processes_of_a_command_share_locks_and_memory(tree: Tree, kind: ForkKind) -> None:
+    code = "from multiprocessing import Array, shared_memory as s; s.SharedMemory(create=True, size=9).unlink()"
+    with fork(tree, kind) as workspace:
+        assert said(workspace, f"python -c '{code}; print(Array(\"i\", 3)[:])'") == "[0, 0, 0]\n"

@@ -210,7 +210,9 @@ def boxed(spec: LaunchSpec, info_fd: int = NONE) -> list[str]:
         arguments += ["--bind", f"{spec.tree}/{name}", f"/{name}"]
     if spec.folder and not spec.tree:
         arguments += ["--perms", "0777", "--size", str(spec.file_bytes), "--tmpfs", spec.folder]
-        arguments += ["--symlink", spec.folder, SHARED_MEMORY]
+    if spec.folder:
+        shared = spec.environment.get("TMPDIR", "/tmp") if spec.tree else spec.folder
+        arguments += ["--symlink", shared, SHARED_MEMORY]
     arguments += ["--remount-ro", "/", "--chdir", "/"]
     return [shutil.which("bwrap") or "bwrap", *arguments, "--", *_launcher("inside", spec)]
 

@@ -44,7 +44,9 @@ def enter_own_root(wanted: "LaunchSpec") -> None:
         os.mkdir(_BASE + wanted.folder)
         data = f"mode=0777,size={wanted.file_bytes},nr_inodes={kernel.MOST_FILES}"
         kernel.mount("tmpfs", _BASE + wanted.folder, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, data)
-        os.symlink(wanted.folder, _BASE + kernel.SHARED_MEMORY)
+    if wanted.folder:  # semaphores and shared memory are files there
+        shared = wanted.environment.get("TMPDIR", "/tmp") if wanted.tree else wanted.folder
+        os.symlink(shared, _BASE + kernel.SHARED_MEMORY)
     _add_attributes(_BASE, _READ_ONLY, 0)
     kernel.enter_root(_BASE)
 
