@@ -323,6 +323,26 @@ def test_a_test_patch_of_a_file_in_another_encoding_is_refused(tmp_path: Path) -
         list(changed(tree_of(tmp_path), patch))
 
 
+REMOVED = """diff --git a/old.py b/old.py
+deleted file mode 100644
+--- a/old.py
++++ /dev/null
+@@ -1 +0,0 @@
+-x = 1
+"""
+MOVED = """diff --git a/old.py b/tests/new.py
+similarity index 100%
+rename from old.py
+rename to tests/new.py
+"""
+
+
+@pytest.mark.parametrize(("patch", "written"), [(REMOVED, {}), (MOVED, {"tests/new.py": "x = 1\n"})])
+def test_a_test_patch_may_remove_and_rename_files(patch: str, written: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "old.py").write_text("x = 1\n")
+    assert dict(changed(tree_of(tmp_path), patch)) == written
+
+
 def test_a_test_patch_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("other\n")
     with pytest.raises(TaskError, match="does not fit the tree"):

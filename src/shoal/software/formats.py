@@ -141,14 +141,16 @@ def reversed_patch(patch: str) -> str:
 
 def changed(tree: Tree, patch: str) -> Iterator[tuple[str, str]]:
     """Path and text of each file that a patch writes. Raises `TaskError` when it does not fit the tree."""
-    names = re.findall(r"^\+\+\+ b/(\S+)", patch, re.MULTILINE)
-    if outside := [name for name in names if not (tree.base / name).resolve().is_relative_to(tree.base.resolve())]:
+    read = re.findall(r"^(?:--- a/|(?:rename|copy) from )(\S+)", patch, re.MULTILINE)
+    names = dict.fromkeys(re.findall(r"^(?:\+\+\+ b/|(?:rename|copy) to )(\S+)", patch, re.MULTILINE))
+    every = {*read, *names}
+    if outside := [name for name in every if not (tree.base / name).resolve().is_relative_to(tree.base.resolve())]:
         raise TaskError(f"test_patch: expected files of the tree, got {outside[0]}")
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            target = Path(folder, name)
-            target.parent.mkdir(parents=True, exist_ok=True)
+        for name in every:
             if (tree.base / name).is_file():
+                target = Path(folder, name)
+                target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes((tree.base / name).read_bytes())
         done = subprocess.run(["git", "apply", "-"], cwd=folder, input=patch.encode(), capture_output=True, check=False)
         if done.returncode:
