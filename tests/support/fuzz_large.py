@@ -1,20 +1,24 @@
 """The largest bodies that servers admit, and another client's wait: `python tests/support/fuzz_large.py judge`.
 
-Servers are gateway, engine, human, judge and tinker; the gateway has the most routes and takes long.
+Servers are gateway, engine, human, judge and tinker.
 
-Each part of each route's body is replaced by each kind of large value. The wait is the longest of a client that asks
-for a small page again and again: the smaller of its time and of the server's processor time meanwhile, as the machine
-may be busy with other things. `each` gives the worst of each server, with its memory per byte of the body.
+Parts of each route's body are replaced by kinds of large values: every part by every kind, or so many of these pairs as
+a number says, as in `gateway tinker 12`; gateway and Tinker server have routes and parts for hours. The wait is the
+longest of a client that asks for a small page again and again: the smaller of its time and of the server's processor
+time meanwhile, as the machine may be busy with other things. The worst of each server is printed, with its memory per
+byte of the body; status 0 is a body that was refused before it was read.
 """
 
 import asyncio
 import io
+import itertools
 import json
 import random
 import re
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -44,6 +48,8 @@ ASKED_BYTES = 64 << 20
 """Size of the first body, which each server refuses by its own limit."""
 ROOM_BYTES = 4096
 """For the rest of the body."""
+AFTER_S, SHORT_S = 0.2, 0.02
+"""Seconds after an answer or a wait that is not short, in which a server may still work on what it promised."""
 PLAIN = {
     "text": lambda size: "ab " * (size // 3),
     "other letters": lambda size: "\u00e9\u4e2d" * (size // 12),
@@ -90,13 +96,16 @@ class Server:
 
     def __init__(self, name: str, url: str, target: Target, process: psutil.Process) -> None:
         self.page, self.url, self._target, self._process = url + PAGES[name], url, target, process
-        self.bodies, self.most_bytes = 0, 0
+        self.statuses, self.most_bytes = Counter[int](), 0
         self.wait_s, self.memory = Worst(0.0), Worst(0.0)
 
-    async def run(self, kinds: Mapping[str, Any]) -> None:
-        """Sends all bodies, one after the other."""
+    async def run(self, kinds: Mapping[str, Any], each: int) -> None:
+        """Sends at most so many bodies to each route, one after the other."""
         headers = {**self._target.headers, "Content-Type": self._target.media_type}
-        async with aiohttp.ClientSession(headers=headers, cookie_jar=aiohttp.CookieJar(unsafe=True)) as http:
+        # A server closes a connection that waits for seconds, as until the next body is made.
+        connector = aiohttp.TCPConnector(force_close=True)
+        cookies = aiohttp.CookieJar(unsafe=True)
+        async with aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=cookies) as http:
             for path, honest in self._target.posts.items():
                 known = await self._target.renew(http, self.url, {})
                 url, body = self.url + path.format(**known), filled(honest, known)
@@ -105,10 +114,10 @@ class Server:
                 if found is None:
                     continue  # it reads no body
                 self.most_bytes = int(found[1])
-                for place in parts(body):
-                    for kind, large in kinds.items():
-                        data = self._encoded(body, place, large)
-                        await self._tried(http, url, data, Worst(0, path, ".".join(map(str, place)), kind))
+                pairs = list(itertools.product(parts(body), kinds))
+                for place, kind in random.Random(path).sample(pairs, min(each, len(pairs))):
+                    data = self._encoded(body, place, kinds[kind])
+                    await self._tried(http, url, data, Worst(0, path, ".".join(map(str, place)), kind))
 
     def _encoded(self, body: Any, place: tuple[Any, ...], large: Callable[[int], Any]) -> bytes:
         """The largest body with the value in a place that the server admits, or about a half of it."""
@@ -126,14 +135,18 @@ class Server:
     async def _tried(self, http: aiohttp.ClientSession, url: str, data: bytes, what: Worst) -> None:
         before_bytes, most_bytes, longest_s = self._process.memory_info().rss, 0, 0.0
         posting = asyncio.create_task(self._sent(http, url, data))
-        while not posting.done():
+        calm_s = 0.0
+        while not posting.done() or time.monotonic() < calm_s:
             began_s, used_s = time.monotonic(), self._used_s()
             async with http.get(self.page) as answer:
                 await answer.read()
-            longest_s = max(longest_s, min(time.monotonic() - began_s, self._used_s() - used_s))
+            wait_s = min((now_s := time.monotonic()) - began_s, self._used_s() - used_s)
+            longest_s = max(longest_s, wait_s)
+            if wait_s > SHORT_S or not posting.done():
+                calm_s = now_s + AFTER_S
             most_bytes = max(most_bytes, self._process.memory_info().rss)
         status, _ = await posting
-        self.bodies += 1
+        self.statuses[status] += 1
         made = {**asdict(what), "status": status}
         self.wait_s = max(self.wait_s, Worst(**{**made, "value": round(longest_s, 3)}), key=lambda worst: worst.value)
         grown = round((most_bytes - before_bytes) / len(data), 1)
@@ -161,7 +174,7 @@ def _tinker() -> Iterator[tuple[str, Target, psutil.Process]]:
             yield server.url, target(KEYS[0]), psutil.Process(server.process.pid)
 
 
-def measured(only: tuple[str, ...] = (), kinds: Mapping[str, Any] = PLAIN) -> dict[str, Any]:
+def measured(only: tuple[str, ...] = (), kinds: Mapping[str, Any] = PLAIN, each: int = sys.maxsize) -> dict[str, Any]:
     """The worst of each server that takes bodies."""
     report: dict[str, Any] = {"commit": commit(), "servers": {}}
     chosen = only or tuple(PAGES)
@@ -171,9 +184,10 @@ def measured(only: tuple[str, ...] = (), kinds: Mapping[str, Any] = PLAIN) -> di
             served["tinker"] = stack.enter_context(_tinker())
         for name, (url, target, process) in served.items():
             one = Server(name, url, target, process)
-            asyncio.run(one.run(kinds))
+            asyncio.run(one.run(kinds, each))
             report["servers"][name] = {
-                "bodies": one.bodies,
+                "bodies": one.statuses.total(),
+                "statuses": dict(sorted(one.statuses.items())),
                 "body_bytes": one.most_bytes,
                 "wait_s": asdict(one.wait_s),
                 "memory_per_byte": asdict(one.memory),
@@ -182,4 +196,6 @@ def measured(only: tuple[str, ...] = (), kinds: Mapping[str, Any] = PLAIN) -> di
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(measured(tuple(sys.argv[1:])), indent=2) + "\n")
+    names, numbers = ([one for one in sys.argv[1:] if one.isdigit() is wanted] for wanted in (False, True))
+    report = measured(tuple(names), each=int(numbers[0]) if numbers else sys.maxsize)
+    sys.stdout.write(json.dumps(report, indent=2) + "\n")
