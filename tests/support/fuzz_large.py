@@ -102,22 +102,28 @@ class Server:
     async def run(self, kinds: Mapping[str, Any], each: int) -> None:
         """Sends at most so many bodies to each route, one after the other."""
         headers = {**self._target.headers, "Content-Type": self._target.media_type}
-        # A server closes a connection that waits for seconds, as until the next body is made.
-        connector = aiohttp.TCPConnector(force_close=True)
+        # A server closes a connection that waits for some seconds, as until the next body is made.
+        connector = aiohttp.TCPConnector(keepalive_timeout=1.0)
         cookies = aiohttp.CookieJar(unsafe=True)
         async with aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=cookies) as http:
             for path, honest in self._target.posts.items():
                 known = await self._target.renew(http, self.url, {})
                 url, body = self.url + path.format(**known), filled(honest, known)
-                _, refused = await self._sent(http, url, b" " * ASKED_BYTES)
-                found = LIMIT.search(refused)
-                if found is None:
+                if not (most_bytes := await self._most_bytes(http, url)):
                     continue  # it reads no body
-                self.most_bytes = int(found[1])
+                self.most_bytes = most_bytes
                 pairs = list(itertools.product(parts(body), kinds))
                 for place, kind in random.Random(path).sample(pairs, min(each, len(pairs))):
                     data = self._encoded(body, place, kinds[kind])
                     await self._tried(http, url, data, Worst(0, path, ".".join(map(str, place)), kind))
+
+    async def _most_bytes(self, http: aiohttp.ClientSession, url: str) -> int:
+        """Size of the largest body that a route admits; 0 when it says none."""
+        for _ in range(3):  # a refusal may be lost while the rest of the body is on its way
+            _, refused = await self._sent(http, url, b" " * ASKED_BYTES)
+            if found := LIMIT.search(refused):
+                return int(found[1])
+        return 0
 
     def _encoded(self, body: Any, place: tuple[Any, ...], large: Callable[[int], Any]) -> bytes:
         """The largest body with the value in a place that the server admits, or about a half of it."""
