@@ -132,6 +132,8 @@ EACH = {"dtype": 1, "shape": [len(LONG)], "dense": LONG}
 ROWS: dict[str, dict[str, Any]] = {
     "seq_id": {"seq_id": 0},
     "expected at most 1024 rows": {"data": [row()] * 1025},
+    "loss_fn_config: expected at most 64 parts": {"config": {str(number): 1.0 for number in range(65)}},
+    "data: expected at most 65536 parts": {"data": [row(**{str(number): {} for number in range(1 << 16)})]},
     "model_input": {"data": [row(b"abc")]},
     "expected 1 to .* tokens, got 100000": {
         "data": [row(LONG, EACH | {"dtype": 2}, weights=EACH)],

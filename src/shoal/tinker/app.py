@@ -22,7 +22,6 @@ from shoal.errors import RunDirError, WireError
 from shoal.net.server import HANDLERS, Refused, body, decoded, json, refusal
 from shoal.tinker import requests as r
 from shoal.tinker.bodies import PLACE, checked_name, checkpoint, cursor, encoded, gone, iso_time, page
-from shoal.tinker.data import MOST_ROWS
 from shoal.tinker.sampling import checked
 from shoal.tinker.service import TinkerService, new_id
 from shoal.tinker.store import Sampler, SavedWeights, StoredModel, owner_of
@@ -38,7 +37,7 @@ CLIENT_CONFIG = {
     "parallel_fwdbwd_chunks": False,
     "use_pyqwest_transport": False,
     "sample_no_retries": False,
-    "fwdbwd_max_chunk_len": MOST_ROWS,
+    "fwdbwd_max_chunk_len": r.MOST_ROWS,
 }
 """Flags of the package: one request at a time for each model, over its plain HTTP client."""
 
@@ -185,8 +184,8 @@ class TinkerApp:
                 raise Refused(HTTPStatus.BAD_REQUEST, f"body: {error}") from None
         message = r.head(data)
         model = self._model_of(message.model_id, owner)
-        if message.rows > MOST_ROWS:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"data: expected at most {MOST_ROWS} rows, got {message.rows}")
+        if message.rows > r.MOST_ROWS:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"data: expected at most {r.MOST_ROWS} rows, got {message.rows}")
         if message.seq_id < 1:
             raise Refused(HTTPStatus.BAD_REQUEST, f"seq_id: expected at least 1, got {message.seq_id}")
         return json(self._promise(model.id, message.seq_id, "forward_backward", data))

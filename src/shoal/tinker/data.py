@@ -13,13 +13,12 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from shoal.errors import RequestRefused
 from shoal.staleness import Staleness
+from shoal.tinker.requests import MOST_ROWS
 from shoal.trainer.datum_loss import LOSSES
 from shoal.trainer.messages import Datum, Gradient, GradientDone
 
 Array: TypeAlias = "np.ndarray[Any, Any]"
 
-MOST_ROWS = 1024
-"""Rows of a `forward_backward`; the package splits longer lists by this number."""
 MOST_CELLS = 1 << 20
 """Targets of a request at most; so many logprobs come back."""
 MOST_FLOAT = float(np.finfo(np.float32).max)
@@ -133,7 +132,7 @@ def _array(name: str, tensor: pb.Tensor, rows: int, room: int) -> Array:
     """
     if tensor.dtype not in DTYPES:
         raise RequestRefused(f"{name}: expected float32 or int64 numbers")
-    kind, shape = DTYPES[tensor.dtype], tuple(tensor.shape)
+    kind, shape = DTYPES[tensor.dtype], tuple(tensor.shape[:3])
     dense = None if tensor.HasField("sparse_csr") else _numbers(name, tensor.dense, kind)
     if dense is not None and not shape:
         shape = (len(dense),)

@@ -34,6 +34,12 @@ MOST_RANKED_CELLS = 1 << 20
 MOST_STOPS = 64
 LONGEST_STOP = 256
 MOST_CHUNKS = 1024
+MOST_ROWS = 1024
+"""Rows of a `forward_backward`; the package splits longer lists by this number."""
+MOST_SETTINGS = 64
+"""Settings of the loss in a `forward_backward`."""
+MOST_PARTS = 1 << 16
+"""Chunks, inputs and spans in all rows of a `forward_backward`."""
 
 Number = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -255,33 +261,49 @@ class Head:
 
 
 def head(data: bytes) -> Head:
-    """Head of a `ForwardBackwardRequest`. Raises `Refused`.
+    """Head of a `ForwardBackwardRequest`. Raises `Refused`, also for more parts than protobuf reads in a moment.
 
-    Rows stay bytes: as messages, 16 MiB of empty rows took a second and 600 MB.
+    Rows and parts stay bytes: as messages, 16 MiB of empty rows took a second and 600 MB, of settings four.
     """
     try:
         message: Any = _HEAD.FromString(data)
+        rows: list[Any] = [_ROW.FromString(row) for row in message.data[:MOST_ROWS]]
     except DecodeError as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"body: expected a ForwardBackwardRequest: {error}") from None
+    settings, parts = (
+        len(message.settings) + len(message.settings_v2),
+        sum(len(getattr(row, part)) for row in rows for part in _PARTS),
+    )
+    for name, most, count in (("loss_fn_config", MOST_SETTINGS, settings), ("data", MOST_PARTS, parts)):
+        if count > most:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"{name}: expected at most {most} parts in all, got {count}")
     return Head(message.model_id, message.seq_id, len(message.data), message.forward_only)
 
 
-def _head_type() -> Any:
-    """Message type with the numbers of the fields in the package's `ForwardBackwardRequest`."""
+def _message_types() -> tuple[Any, Any]:
+    """Types with the numbers of the fields of the package's `ForwardBackwardRequest`, and of its `Datum`."""
     of = descriptor_pb2.FieldDescriptorProto
     kinds = {
         "model_id": (1, of.TYPE_STRING, of.LABEL_OPTIONAL),
         "seq_id": (2, of.TYPE_INT32, of.LABEL_OPTIONAL),
         "data": (3, of.TYPE_BYTES, of.LABEL_REPEATED),
+        "settings": (5, of.TYPE_BYTES, of.LABEL_REPEATED),
         "forward_only": (6, of.TYPE_BOOL, of.LABEL_OPTIONAL),
+        "settings_v2": (7, of.TYPE_BYTES, of.LABEL_REPEATED),
     }
+    parts = {name: (number, of.TYPE_BYTES, of.LABEL_REPEATED) for number, name in enumerate(_PARTS, 1)}
     file = descriptor_pb2.FileDescriptorProto(name="shoal/tinker_head.proto", package="shoal", syntax="proto3")
-    message = file.message_type.add(name="Head")
-    for name, (number, kind, label) in kinds.items():
-        message.field.add(name=name, number=number, type=kind, label=label)
+    for type_, fields in {"Head": kinds, "Row": parts}.items():
+        message = file.message_type.add(name=type_)
+        for name, (number, kind, label) in fields.items():
+            message.field.add(name=name, number=number, type=kind, label=label)
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("shoal.Head"))
+    head_, row = (
+        message_factory.GetMessageClass(pool.FindMessageTypeByName(f"shoal.{one}")) for one in ("Head", "Row")
+    )
+    return head_, row
 
 
-_HEAD = _head_type()
+_PARTS = ("chunks", "inputs", "chunk_spans", "input_spans")
+_HEAD, _ROW = _message_types()
