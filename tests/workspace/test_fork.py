@@ -286,3 +286,16 @@ def test_processes_of_a_command_share_locks_and_memory(tree: Tree, kind: ForkKin
     code = "from multiprocessing import Array, shared_memory as s; s.SharedMemory(create=True, size=9).unlink()"
     with fork(tree, kind) as workspace:
         assert said(workspace, f"python -c '{code}; print(Array(\"i\", 3)[:])'") == "[0, 0, 0]\n"
+
+
+def test_a_file_that_its_owner_may_not_read_is_copied(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "file").write_text("text")
+    (tmp_path / "from" / "file").chmod(0)
+    script = "import sys; from pathlib import Path; from shoal.workspace.fork import copied; "
+    script += "sys.exit(not copied(Path(sys.argv[1]), Path(sys.argv[2]), 'auto'))"
+    owner = [] if os.getuid() else ["unshare", "-U", "--map-user=1000", "--map-group=1000"]
+    subprocess.run([*owner, sys.executable, "-c", script, tmp_path / "from", tmp_path / "to"], check=True)
+    assert (tmp_path / "to" / "file").stat().st_mode & 0o777 == 0
+    (tmp_path / "to" / "file").chmod(0o600)
+    assert (tmp_path / "to" / "file").read_text() == "text"

@@ -220,6 +220,22 @@ def test_no_module_of_an_agent_becomes_a_plugin_of_pytest(place: str, tree: Tree
     assert (seen.reward, "ran -1" in seen.log, "PLUGGED" in seen.log) == (0.0, True, False)
 
 
+def test_a_plugin_in_the_folder_of_sources_steers_no_verdict(source: Path, packages: tuple[Path, ...]) -> None:
+    content = "from sums import add\ndef test_a():\n    print('ran', add(1, 2))\n    assert add(1, 2) == 3\n"
+    script = 'PYTHONPATH="src:$PYTHONPATH" exec python -m pytest -q -rA hidden/test_more.py "$@"'
+    files = {"hidden/test_more.py": content}
+    hidden = HiddenTests(("/bin/bash", "-c", script, "bash"), files=files, red=("hidden/test_more.py::test_a",))
+    entry = "mkdir -p src/a.dist-info; printf '[pytest11]\na = mine\n' > src/a.dist-info/entry_points.txt"
+    named = "printf 'Name: a\nVersion: 1\n' > src/a.dist-info/METADATA"
+    seen = verdict(tree_of(source), hidden, packages, f"{entry}; {named}; cat > src/mine.py <<'EOF'\n{PLUGIN}EOF")
+    assert (seen.reward, "ran -1" in seen.log, "PLUGGED" in seen.log) == (0.0, True, False)
+
+
+def test_a_tree_in_which_the_hidden_tests_cannot_begin_has_no_verdict(tree: Tree, hidden: HiddenTests) -> None:
+    with pytest.raises(SandboxUnavailable, match="No module named pytest"):
+        verdict(tree, hidden, (), MENDED)
+
+
 ENTRY = "[pytest11]\na = mine\n"
 
 
@@ -414,14 +430,16 @@ def test_a_verdict_for_which_the_disk_has_no_room_leaves_no_fork(tmp_path: Path)
     assert found.stdout == "1\n", found.stderr
 
 
-async def test_files_are_copied_in_threads_so_that_no_other_rollout_waits(tree: Tree, hidden: HiddenTests) -> None:
+async def test_files_are_copied_in_threads_so_that_no_other_rollout_waits(
+    tree: Tree, hidden: HiddenTests, packages: tuple[Path, ...]
+) -> None:
     copying: list[threading.Thread] = []
 
     def note(event: str, given: tuple[object, ...]) -> None:
         if event == "subprocess.Popen" and given[0] == "cp":
             copying.append(threading.current_thread())
 
-    with fork(tree, ForkKind.COPY) as workspace:
+    with fork(tree, ForkKind.COPY, packages=packages) as workspace:
         sys.addaudithook(note)
         await judge(workspace, hidden)
         assert len(copying) == 1

@@ -47,6 +47,8 @@ MOST_REPORT_BYTES = 16 << 20
 _LOG_CHARACTERS = 4000
 _OUTSIDE = "/"
 _REPORT = f"{HOME[1:]}/report.xml"
+_NOT_BEGUN = (1, 126, 127)
+"""Exit codes of a Python without pytest, and of a shell or `env` without the program."""
 _UNTESTED = (TestStatus.SKIPPED, TestStatus.XFAILED)
 """Results that any code which a test calls can bring about."""
 
@@ -127,10 +129,16 @@ async def judge(workspace: Workspace, tests: HiddenTests) -> Verdict:
     async with workspace.turn:
         try:
             run, before = await _ran(workspace, tests), dict[str, TestStatus]()
-            if untested := [name for name in tests.green if run.tests.get(name) in _UNTESTED]:
+            untested = [name for name in tests.green if run.tests.get(name) in _UNTESTED]
+            if untested or run.is_silent:
                 tree = replace(workspace.tree, layers=workspace.tree.layers[-1:])
                 async with held(partial(fork, tree, workspace.kind, packages=workspace.packages)) as untouched:
-                    before = (await _ran(untouched, tests)).tests
+                    other = await _ran(untouched, tests)
+                before = other.tests
+                if run.is_silent and other.is_silent:
+                    raise SandboxUnavailable(
+                        f"no verdict: {tests.command[0]} does not run: {other.output[-200:].strip()}"
+                    )
                 if unknown := [name for name in untested if name not in before]:
                     raise SandboxUnavailable(f"no verdict: a run of the untouched tree left no result of {unknown[0]}")
         except OSError as error:  # no space, no memory, no descriptor
@@ -144,6 +152,8 @@ class _Run:
 
     tests: dict[str, TestStatus]
     is_forged: bool
+    is_silent: bool
+    """Whether it reported nothing, as where Python or pytest is missing."""
     finished: Finished
     output: str
 
@@ -157,9 +167,10 @@ async def _ran(workspace: Workspace, tests: HiddenTests) -> _Run:
     output = (finished.stdout + b"\n" + finished.stderr).decode(errors="replace")
     report = report if len(report) <= MOST_REPORT_BYTES else b""
     found = dict(await asyncio.to_thread(results, tests.kind, report, output, finished.exit_code))
+    is_silent = _has_canary(tests) and not found and finished.exit_code in _NOT_BEGUN
     own = [name for name in found if canary in name]
     is_forged = bool(found) and _has_canary(tests) and [found.pop(name) for name in own] != [TestStatus.FAILED]
-    return _Run(found, is_forged, finished, output)
+    return _Run(found, is_forged, is_silent, finished, output)
 
 
 def _verdict(tests: HiddenTests, run: _Run, before: Mapping[str, TestStatus]) -> Verdict:
@@ -275,13 +286,13 @@ def _lay(layer: Path, workspace: Workspace, tests: HiddenTests, canary: str) -> 
 def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
     """Paths near hidden tests that decide how these run: configurations, and the agent's modules that would shadow.
 
-    Python searches the current folder and the folder of a script or test before all others.
+    Python searches the current folder and the folder of a script or test before all others, and often `src`.
     """
     tree = workspace.tree
     paths = [PurePosixPath(tree.place, name) for name in tests.paths]
     inside = [path.relative_to(tree.place) for path in paths if path.is_relative_to(tree.place)]
     needed = _NEEDED | {one.name.partition(".")[0] for folder in workspace.packages for one in folder.iterdir()}
-    folders = {PurePosixPath(), *(parent for path in inside for parent in path.parents)}
+    folders = {PurePosixPath(), PurePosixPath("src"), *(parent for path in inside for parent in path.parents)}
     for folder in sorted(folders, key=lambda one: len(one.parts)):
         yield from (str(folder / name) for name in _CONFIGS)
         if folder.parts and _is_package(workspace, folder, has_tests=any(path.parent == folder for path in inside)):
