@@ -12,7 +12,9 @@ from shoal.cli import app
 from shoal.config import load
 from shoal.model.file_sizes import sizes_of
 from shoal.rehearsal.costs import shape_of
-from shoal.rehearsal.search import SHORT_STEPS, answers_of, hardware_of, searched
+from shoal.rehearsal.rehearse import rehearse
+from shoal.rehearsal.scene import figures_of
+from shoal.rehearsal.search import SHORT_STEPS, answers_of, hardware_of, scene_of, searched
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "start" / "first" / "run.toml"
 GROUPS, SIZE, ANSWER, PRICE = 16, 8, 256, 3.0
@@ -96,6 +98,18 @@ def test_short_answers_get_a_trainer_of_more_than_half_of_the_gpus() -> None:
     hardware = hardware_of(settings, "2+6", "h200", answers, PRICE)
     found = searched(settings, hardware, answers, tokens_per_s=1e9, powers=(0,), bounds=(4,), scales=(1,))
     assert found.split.trainer > found.split.engines
+
+
+def test_no_rehearsed_rate_is_above_that_of_the_slower_side_alone() -> None:
+    """A search leaves out splits whose slower side is too slow; with more answers ahead engines are faster."""
+    words = [word.removeprefix("--") for word in SETTINGS]
+    settings = load(
+        EXAMPLE, [*words, "model.path=qwen3-30b-a3b", "train.groups_per_step=8", "asynchrony.max_staleness=4"]
+    )
+    answers = answers_of(settings, None, ANSWER, 64)
+    scene = scene_of(settings, hardware_of(settings, "4+4", "h200", answers, PRICE), answers)
+    possible = scene.rollouts * answers.mean / scene.step_s
+    assert figures_of(scene, rehearse(scene), 8, PRICE).tokens_per_s < 1.05 * possible
 
 
 def test_a_token_uses_its_own_experts_of_a_directory_of_a_mixture(tmp_path: Path) -> None:
