@@ -103,11 +103,10 @@ def test_short_answers_get_a_trainer_of_more_than_half_of_the_gpus() -> None:
 def test_no_rehearsed_rate_is_above_that_of_the_slower_side_alone() -> None:
     """A search leaves out splits whose slower side is too slow; with more answers ahead engines are faster."""
     words = [word.removeprefix("--") for word in SETTINGS]
-    settings = load(
-        EXAMPLE, [*words, "model.path=qwen3-30b-a3b", "train.groups_per_step=8", "asynchrony.max_staleness=4"]
-    )
-    answers = answers_of(settings, None, ANSWER, 64)
-    scene = scene_of(settings, hardware_of(settings, "4+4", "h200", answers, PRICE), answers)
+    more = ["train.groups_per_step=8", "asynchrony.max_staleness=4", "rollout.max_tokens=4096"]
+    settings = load(EXAMPLE, [*words, "model.path=qwen3-30b-a3b", *more])
+    answers = answers_of(settings, None, 3000, 64)
+    scene = scene_of(settings, hardware_of(settings, "16+16", "h100", answers, PRICE), answers)
     possible = scene.rollouts * answers.mean / scene.step_s
     assert figures_of(scene, rehearse(scene), 8, PRICE).tokens_per_s < 1.05 * possible
 
