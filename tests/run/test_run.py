@@ -78,7 +78,7 @@ def written(folder: Path, model: Path) -> Path:
 def finished(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) -> Finished:
     config = written(tmp_path_factory.mktemp("finished"), tiny_model_dir)
     command = [sys.executable, "-m", "shoal.cli", "train", str(config), "--run_dir=run", "--json", "--view"]
-    command += ["--asynchrony.max_staleness=4"]
+    command += ["--asynchrony.max_staleness=4", "--eval.every_steps=1"]
     # A browser that opens nothing.
     environment = {**os.environ, "BROWSER": "true"}
     with subprocess.Popen(
@@ -116,6 +116,8 @@ def test_a_run_trains_within_its_staleness_bound_and_its_audit_is_clean(finished
     assert len(steps) == 6
     evals = [record for record in records if record["kind"] == "eval"]
     assert (evals[0]["step"], evals[-1]["step"]) == (0, 6)
+    # A Version is pushed after each step, and an evaluation begins with that of its step.
+    assert all(one["step"] <= one["version_oldest"] <= one["version_newest"] for one in evals), evals
     assert outcome["eval_reward_before"] == evals[0]["sampled_reward"]
     assert outcome["eval_reward_after"] == evals[-1]["sampled_reward"]
     taught_nothing = not any(step["informative_share"] for step in steps)

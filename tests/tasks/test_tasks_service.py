@@ -518,6 +518,8 @@ def test_a_worker_without_the_token_or_with_another_name_ends_with_a_sentence() 
     with TaskServer(["fast"], token="secret") as server:
         with pytest.raises(ConfigError, match="wants its token"):
             asyncio.run(RemoteWorker(service_tasks.Fast, server.url).run())
+        with pytest.raises(ConfigError, match="wants another token; set SHOAL_RUN_TOKEN to its own, or unset it"):
+            asyncio.run(RemoteWorker(service_tasks.Fast, server.url, token="other").run())
         with pytest.raises(ConfigError, match="expected one of fast, got 'slow'"):
             asyncio.run(RemoteWorker(service_tasks.Slow, server.url, token="secret").run())
 

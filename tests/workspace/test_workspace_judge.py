@@ -220,14 +220,19 @@ def test_no_module_of_an_agent_becomes_a_plugin_of_pytest(place: str, tree: Tree
     assert (seen.reward, "ran -1" in seen.log, "PLUGGED" in seen.log) == (0.0, True, False)
 
 
-def test_a_plugin_in_the_folder_of_sources_steers_no_verdict(source: Path, packages: tuple[Path, ...]) -> None:
+@pytest.mark.parametrize("more", ["true", "touch src/__init__.py"])
+def test_a_plugin_in_the_folder_of_sources_steers_no_verdict(
+    more: str, source: Path, packages: tuple[Path, ...]
+) -> None:
     content = "from sums import add\ndef test_a():\n    print('ran', add(1, 2))\n    assert add(1, 2) == 3\n"
     script = 'PYTHONPATH="src:$PYTHONPATH" exec python -m pytest -q -rA hidden/test_more.py "$@"'
     files = {"hidden/test_more.py": content}
     hidden = HiddenTests(("/bin/bash", "-c", script, "bash"), files=files, red=("hidden/test_more.py::test_a",))
     entry = "mkdir -p src/a.dist-info; printf '[pytest11]\na = mine\n' > src/a.dist-info/entry_points.txt"
     named = "printf 'Name: a\nVersion: 1\n' > src/a.dist-info/METADATA"
-    seen = verdict(tree_of(source), hidden, packages, f"{entry}; {named}; cat > src/mine.py <<'EOF'\n{PLUGIN}EOF")
+    seen = verdict(
+        tree_of(source), hidden, packages, f"{entry}; {named}; {more}; cat > src/mine.py <<'EOF'\n{PLUGIN}EOF"
+    )
     assert (seen.reward, "ran -1" in seen.log, "PLUGGED" in seen.log) == (0.0, True, False)
 
 

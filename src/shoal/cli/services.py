@@ -101,7 +101,7 @@ def serve_task(
 ) -> None:
     """Draw, roll out and score a task for a run, until stopped.
 
-    SHOAL_RUN_TOKEN is the run's token; a run of this user on this machine needs none.
+    SHOAL_RUN_TOKEN is the run's token; without `cluster.listen` a run of this user on this machine needs none.
     """
     from shoal.net.client import TOKEN_VARIABLE
     from shoal.tasks.remote_worker import RemoteWorker

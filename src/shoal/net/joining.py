@@ -104,7 +104,12 @@ async def hold_lease(
                     if not isinstance(error, aiohttp.WSServerHandshakeError) or error.status != UNAUTHORIZED:
                         say(waiting(url, error))
                         refused = None
-                    elif token or known == refused:
+                    elif token:
+                        why = (
+                            f"{url} wants another token; set {TOKEN_VARIABLE} to its own, or unset it for your own run"
+                        )
+                        raise ConfigError(why) from None
+                    elif known == refused:
                         raise ConfigError(f"{url} wants its token; set {TOKEN_VARIABLE}") from None
                     else:
                         refused = known  # the run may be ending, or another has begun meanwhile

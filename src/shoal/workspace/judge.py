@@ -49,6 +49,7 @@ _OUTSIDE = "/"
 _REPORT = f"{HOME[1:]}/report.xml"
 _NOT_BEGUN = (1, 126, 127)
 """Exit codes of a Python without pytest, and of a shell or `env` without the program."""
+_SOURCES = PurePosixPath("src")
 _UNTESTED = (TestStatus.SKIPPED, TestStatus.XFAILED)
 """Results that any code which a test calls can bring about."""
 
@@ -292,10 +293,11 @@ def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
     paths = [PurePosixPath(tree.place, name) for name in tests.paths]
     inside = [path.relative_to(tree.place) for path in paths if path.is_relative_to(tree.place)]
     needed = _NEEDED | {one.name.partition(".")[0] for folder in workspace.packages for one in folder.iterdir()}
-    folders = {PurePosixPath(), PurePosixPath("src"), *(parent for path in inside for parent in path.parents)}
+    folders = {PurePosixPath(), _SOURCES, *(parent for path in inside for parent in path.parents)}
     for folder in sorted(folders, key=lambda one: len(one.parts)):
         yield from (str(folder / name) for name in _CONFIGS)
-        if folder.parts and _is_package(workspace, folder, has_tests=any(path.parent == folder for path in inside)):
+        is_searched = folder == _SOURCES or any(path.parent == folder for path in inside)
+        if folder.parts and _is_package(workspace, folder, is_searched=is_searched):
             continue  # its folder is not searched
         for below in (workspace.own, *tree.layers[:-1]):
             for name in _shadows(below / tree.place[1:], folder, needed):
@@ -303,14 +305,14 @@ def _steering(workspace: Workspace, tests: HiddenTests) -> Iterator[str]:
                     yield str(folder / name)
 
 
-def _is_package(workspace: Workspace, folder: PurePosixPath, *, has_tests: bool) -> bool:
+def _is_package(workspace: Workspace, folder: PurePosixPath, *, is_searched: bool) -> bool:
     """Whether a folder is a package of the tree, or a new one of the agent around the tests' own folders.
 
-    Where a test is a script, its folder is searched, so the agent cannot make that one a package.
+    Where a test is a script, its folder is searched, and `src` may be: the agent cannot make these packages.
     """
     base, made = (root / folder for root in (workspace.tree.base, workspace.own / workspace.tree.place[1:]))
     new = made / "__init__.py"
-    is_new = not has_tests and not os.path.lexists(base) and os.path.isfile(new) and not os.path.islink(new)
+    is_new = not is_searched and not os.path.lexists(base) and os.path.isfile(new) and not os.path.islink(new)
     return is_new or (base / "__init__.py").exists()
 
 
